@@ -84,6 +84,9 @@ class Machine:
         self.servers.append(server)
         return server
 
+    def may_spare(self, room: bool) -> None:
+        assert not room, "PROCESS_BYTES are more than these models have"
+
 
 class Front:
     def __init__(self, made: Gateway, url: str, owning: asyncio.Task[None], machine: Machine, session: Any) -> None:

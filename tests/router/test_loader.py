@@ -60,6 +60,8 @@ class Machine:
         self.loads: Counter[str] = Counter()
         self.canceled: list[str] = []
         self.urls: dict[str, str | None] = {}
+        self.spare_bytes = math.inf
+        self.spare = False
 
     async def size(self, name: str) -> Mapping[str, Any]:
         await self.sizing[name].wait()
@@ -70,8 +72,8 @@ class Machine:
     async def start(self, name: str) -> Engine:
         assert name not in self.live, "two processes of one model"
         self.live[name] = None
-        held = sum(size for each in self.live if isinstance(size := self.sizes[each], int))
-        assert held <= self.memory, f"{sorted(self.live)} do not fit"
+        self.spare = False  # which is this model's process
+        assert self.held <= self.memory, f"{sorted(self.live)} do not fit"
         self.loads[name] += 1
         try:
             await self.gates[name].wait()
@@ -85,6 +87,16 @@ class Machine:
         engine = self.live[name] = Engine(self, name)
         return engine
 
+    @property
+    def held(self) -> int:
+        return sum(size for each in self.live if isinstance(size := self.sizes[each], int))
+
+    def may_spare(self, room: bool) -> None:
+        self.spare = self.spare or room
+        if room:
+            assert self.held + self.spare_bytes <= self.memory, f"{sorted(self.live)} leave no room for a process"
+            assert None not in self.live.values(), "it takes the processor while a model is loaded"
+
     def engine(self, name: str) -> Engine:
         engine = self.live[name]
         assert engine is not None
@@ -94,7 +106,8 @@ class Machine:
 @asynccontextmanager
 async def loading(machine: Machine, keep_alive_s: float = math.inf, **rules: Any) -> AsyncIterator[Loader]:
     keeps = dict.fromkeys(machine.sizes, keep_alive_s)
-    given = replace(Rules(machine.memory, keeps, health_s=0.01, backoff_s=0.01), **rules)
+    given = Rules(machine.memory, keeps, health_s=0.01, backoff_s=0.01, spare_bytes=machine.spare_bytes)
+    given = replace(given, **rules)
     loader = Loader(machine, given, machine.urls.__setitem__)
     owning = asyncio.create_task(loader.run())
     try:
@@ -431,12 +444,29 @@ async def test_when_the_task_fails_who_waits_is_told_and_it_is_not_silent() -> N
             await used(loader, "a")
 
 
+@pytest.mark.parametrize(("spare_bytes", "rooms"), [(3, "110"), (6, "100"), (11, "000"), (math.inf, "000")])
+async def test_a_process_waits_only_where_models_leave_room(spare_bytes: float, rooms: str) -> None:
+    machine = Machine(a=5, b=3)
+    machine.spare_bytes = spare_bytes
+    found = ""
+    async with loading(machine) as loader:
+        for names in ("", "a", "b"):
+            for name in names:
+                await used(loader, name)
+            await until(lambda: all(each["about"] for each in loader.status()))
+            for _ in range(3):  # the task has seen what has happened
+                await asyncio.sleep(0)
+            found += str(int(machine.spare))
+    assert found == rooms
+
+
 @pytest.mark.parametrize("seed", range(20))
 async def test_nothing_is_lost_whatever_happens(seed: int) -> None:
     """Requests, crashes, failing loads and clients that leave, at random: all others are answered, and memory is never
     exceeded."""
     rng = random.Random(seed)
     machine = Machine(a=3, b=4, c=5, d=6, e=2)
+    machine.spare_bytes = 2
     names = "abcde"
     answered = Counter[str]()
 

@@ -52,8 +52,9 @@ SERVICE = web.AppKey("service", Service)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def run(settings: Settings, plugins: Plugins) -> None:
-    """Load the model, serve until SIGINT or SIGTERM, then drain and stop. Raises InferError."""
+def run(settings: Settings, plugins: Plugins, *, described: bool = False) -> None:
+    """Load the model, serve until SIGINT or SIGTERM, then drain and stop. Routes need not be tried if another server of
+    these plugins and settings has ``described`` them. Raises InferError."""
     sys.setswitchinterval(SWITCH_S)
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: _leave(number))
@@ -62,7 +63,7 @@ def run(settings: Settings, plugins: Plugins) -> None:
     engine_loop.ended.add_done_callback(_leave_soon)
     try:
         log_to_stderr()
-        asyncio.run(serve(engine_loop, served, plugins, settings, sockets))
+        asyncio.run(serve(engine_loop, served, plugins, settings, sockets, described=described))
     finally:
         engine_loop.close()
 
@@ -76,7 +77,13 @@ def _leave(number: int) -> None:
 
 
 async def serve(
-    engine_loop: EngineLoop, served: Served, plugins: Plugins, settings: Settings, sockets: Sequence[socket.socket]
+    engine_loop: EngineLoop,
+    served: Served,
+    plugins: Plugins,
+    settings: Settings,
+    sockets: Sequence[socket.socket],
+    *,
+    described: bool = False,
 ) -> None:
     """Serve until a signal, then let running requests finish within ``drain_timeout_s``. A second signal ends the
     process. If the engine fails, running requests have a second to send their errors, and EngineDeadError is raised."""
@@ -90,7 +97,7 @@ async def serve(
 
     for number in SIGNALS:
         loop.add_signal_handler(number, signaled, number)
-    app = make_app(engine_loop, served, plugins, settings)
+    app = make_app(engine_loop, served, plugins, settings, described=described)
     # What is loaded by now stays, and each collection that looks through it again would hold up a step.
     gc.collect()
     gc.freeze()
@@ -118,12 +125,14 @@ def _leave_soon(ended: Future[None]) -> None:
         timer.start()
 
 
-def make_app(engine_loop: EngineLoop, served: Served, plugins: Plugins, settings: Settings) -> web.Application:
+def make_app(
+    engine_loop: EngineLoop, served: Served, plugins: Plugins, settings: Settings, *, described: bool = False
+) -> web.Application:
     """The application: all endpoints, and the middlewares that every request passes. Call it inside the event loop that
     will serve them. Raises PluginError."""
     server = settings.server
     service = Service(engine_loop, served, plugins, settings)
-    routes = gather(service, plugins)
+    routes = gather(service, plugins, described=described)
     # The outermost middleware comes first: any error inside has become a status by the time it is logged.
     opened: set[web.AbstractRoute] = set()
     wire_formats: dict[web.AbstractRoute, WireFormat] = {}

@@ -26,9 +26,10 @@ from infer.settings import plugin_settings
 log = logging.getLogger(__name__)
 
 
-def gather(service: Service, plugins: Plugins) -> list[Route]:
+def gather(service: Service, plugins: Plugins, *, described: bool = False) -> list[Route]:
     """The routes of core and of all plugins, in the order of discovery. Raises PluginError if a plugin's routes cannot
-    be served, or if two distributions serve the same path."""
+    be served, or if two distributions serve the same path. That they can be described need not be tried if another
+    server has ``described`` them."""
     owners = dict.fromkeys((("GET", path) for path in PAGES), "infer-core")
     found: list[Route] = []
     for offer in plugins.offers["routes"]:
@@ -40,7 +41,8 @@ def gather(service: Service, plugins: Plugins) -> list[Route]:
             own = plugin_settings(service.settings, "routes", offer.name)
             routes = checked(offer.registration.factory(service, own), service)
             if offer.distribution != "infer-core":  # describing core's takes a while, and tests check it
-                document(routes, "")
+                if not described:
+                    document(routes, "")
                 routes = [replace(route, handler=_named(route.handler, offer.whose)) for route in routes]
         for route in routes:
             place = (route.method, re.sub(r"{[^{}]*}", "{}", route.path))

@@ -23,6 +23,8 @@ from infer_router.placement import Held, place
 log = logging.getLogger(__name__)
 
 State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+HOLDING = ("loading", "loaded", "unloading")
+"""States in which a model has memory."""
 HEALTH_S = 1.0
 BACKOFF_S, MOST_BACKOFF_S = 1.0, 60.0
 """How long a model that ended by itself is left alone, unless somebody asks for it: twice as long each time."""
@@ -63,6 +65,10 @@ class Machine(Protocol):
         """Load a model. Raises InferError. Whatever else ends it, no process is left."""
         ...
 
+    def may_spare(self, room: bool) -> None:
+        """Whether a process that waits for a model may begin. One that is there waits on, and is the next model's."""
+        ...
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -75,6 +81,8 @@ class Rules:
     max_waiting: int = 256
     load_timeout_s: float = 600.0
     stuck_timeout_s: float = 60.0
+    spare_bytes: float = math.inf
+    """What a process takes that waits for a model; math.inf if there is to be none."""
     health_s: float = HEALTH_S
     backoff_s: float = BACKOFF_S
 
@@ -391,6 +399,10 @@ class Loader:
                 if each.about is None and each.state == "unloaded":
                     self._ask(each)
                     break
+        # Only what no model takes is left to a spare process, and it leaves a load the processor.
+        held = sum(each.nbytes for each in self._models.values() if each.state in HOLDING)
+        loading = any(each.state == "loading" for each in self._models.values())
+        self._machine.may_spare(not loading and held + self._rules.spare_bytes <= self._rules.memory)
 
     def _ask(self, model: _Model) -> None:
         if not model.asking and model.about is None:
@@ -417,7 +429,7 @@ class Loader:
         """Load the model, or have others make room. Returns False if nobody behind it may take that room."""
         pinned, there = self._rules.pinned, []
         for each in self._models.values():
-            if each.state in ("loading", "loaded", "unloading"):
+            if each.state in HOLDING:
                 leaving = each.state == "unloading" or (each.state == "loaded" and each.leaving)
                 may_leave = each.state == "loaded" and each.name not in pinned
                 there.append(Held(each.name, each.nbytes, each.used, each.open > 0, may_leave, leaving))

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
-from infer.errors import EngineDeadError, SettingsError
-from infer_router.process import FAULT, READY, SIZES
+from infer.errors import EngineDeadError, InferError, SettingsError
+from infer_router.process import FAULT, MODULES, MODULES_ASKED, READY, SIZES, TAKEN
+from infer_router.spares import Spares
 
+log = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-m", "infer_router.process")
 HEALTH_TIMEOUT_S = 5.0
 PIECE_BYTES = 1 << 16
 
@@ -24,10 +29,13 @@ PIECE_BYTES = 1 << 16
 class EngineProcess:
     """A process that serves a model (``infer_router.loader.Engine``)."""
 
-    def __init__(self, process: Process, url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, process: Process, url: str, session: aiohttp.ClientSession, learn: Callable[[Sequence[str]], None]
+    ) -> None:
+        """``learn`` is told which modules it came to import."""
         self._process, self._session = process, session
         self.url = url
-        self._reading = asyncio.create_task(_read(process))  # so that a full pipe never holds it up
+        self._reading = asyncio.create_task(_read(process, learn))  # so that a full pipe never holds it up
 
     @property
     def pid(self) -> int:
@@ -58,6 +66,11 @@ class LocalMachine:
         """What models may take together; ``start`` and ``size`` need it."""
         self._settings = settings
         self._live: set[Process] = set()
+        self._spares = Spares(self._prepared)
+        self._served = set[str]()
+        """The models that a process has served."""
+        self._modules = set[str]()
+        """What their processes came to import."""
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> LocalMachine:
@@ -65,6 +78,9 @@ class LocalMachine:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        self._spares.may_begin(False)
+        if (spare := await self._spares.take()) is not None:
+            await _end(spare, 0.0)
         live = [process for process in self._live if process.returncode is None]
         await asyncio.gather(*(_end(process, HEALTH_TIMEOUT_S) for process in live))
         await self._session.close()
@@ -90,7 +106,12 @@ class LocalMachine:
 
     async def start(self, name: str) -> EngineProcess:
         async with self._started("engine", name, self.memory) as (process, line):
-            return EngineProcess(process, line.removeprefix(READY).strip(), self._session)
+            self._served.add(name)
+            await _tell(process, MODULES_ASKED)
+            return EngineProcess(process, line.removeprefix(READY).strip(), self._session, self._modules.update)
+
+    def may_spare(self, room: bool) -> None:
+        self._spares.may_begin(room)
 
     @contextlib.asynccontextmanager
     async def _started(self, kind: str, name: str, memory: int | None) -> Any:
@@ -99,10 +120,40 @@ class LocalMachine:
         settings = dict(self._settings[name])
         if kind == "sizes":  # what it chooses, the engine says again
             settings["log"] = {"level": "warning"}
-        first = json.dumps({"settings": settings, "memory": memory}) + "\n"
+        first = json.dumps({"settings": settings, "memory": memory, "again": name in self._served})
+        process = await self._ordered(name, first) if kind == "engine" else None
+        if process is None:
+            process = await self._created(kind)
+            async with _ended_by_error(process):
+                await _tell(process, first)
+        async with _ended_by_error(process):
+            yield process, await _said(process, READY if kind == "engine" else SIZES)
+
+    async def _ordered(self, name: str, first: str) -> Process | None:
+        """The spare process, which has read its orders. None if there is none, or it has ended before."""
+        process = await self._spares.take()
+        if process is None:
+            return None
+        try:
+            async with _ended_by_error(process):
+                await _tell(process, first)
+                await _said(process, TAKEN)
+            return process
+        except EngineDeadError as error:
+            log.warning("model %s: %s It gets a process that begins anew.", name, error)
+            return None
+
+    async def _prepared(self) -> Process:
+        """One that waits for its orders."""
+        process = await self._created("spare")
+        async with _ended_by_error(process):
+            await _tell(process, json.dumps({"modules": sorted(self._modules)}))
+        return process
+
+    async def _created(self, kind: str) -> Process:
         creating = asyncio.ensure_future(
             asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "infer_router.process", kind),
+                *(*COMMAND, kind),
                 stdin=PIPE,
                 stdout=PIPE,
                 start_new_session=True,  # Ctrl-C is for this process, which drains
@@ -114,15 +165,23 @@ class LocalMachine:
             await _end(await creating, 0.0)
             raise
         self._live = {each for each in self._live if each.returncode is None} | {process}
-        try:
-            assert process.stdin is not None
-            with contextlib.suppress(ConnectionError):  # it has ended, and its output says why
-                process.stdin.write(first.encode())
-                await process.stdin.drain()
-            yield process, await _said(process, READY if kind == "engine" else SIZES)
-        except BaseException:
-            await _end(process, 0.0)
-            raise
+        return process
+
+
+@contextlib.asynccontextmanager
+async def _ended_by_error(process: Process) -> AsyncIterator[None]:
+    try:
+        yield
+    except BaseException:
+        await _end(process, 0.0)
+        raise
+
+
+async def _tell(process: Process, line: str) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(ConnectionError):  # it has ended, and its output says why
+        process.stdin.write(line.encode() + b"\n")
+        await process.stdin.drain()
 
 
 async def _said(process: Process, begin: str) -> str:
@@ -141,8 +200,10 @@ async def _said(process: Process, begin: str) -> str:
     raise EngineDeadError(f"its process ended with code {await process.wait()} before it served; the log says why.")
 
 
-async def _read(process: Process) -> None:
+async def _read(process: Process, learn: Callable[[Sequence[str]], None]) -> None:
     assert process.stdout is not None
+    with contextlib.suppress(InferError):  # it has ended, which others wait for
+        learn(json.loads((await _said(process, MODULES)).removeprefix(MODULES)))
     while await process.stdout.read(PIECE_BYTES):
         pass
 

@@ -1,17 +1,22 @@
 """Engines and ingresses as processes of their own, which end with whoever started them.
 
-``python -m infer_router.process engine|ingress|sizes`` is such a process. Its first line of input is a JSON object: the
-``settings`` (nested; nothing else is read, neither files nor variables), for an ingress, what its fleet takes, and for
-an engine of several, the ``memory`` that all have. It says ``infer: ready on URL`` when it serves, or why it cannot.
-With ``sizes``, it says how much memory the model would take, or without ``memory``, how much is free. It ends when its
-input does, which is when its parent has ended in whatever way, and drains on SIGTERM."""
+``python -m infer_router.process engine|spare|ingress|sizes`` is such a process. Its first line of input is a JSON
+object: the ``settings`` (nested; nothing else is read, neither files nor variables), for an ingress, what its fleet
+takes, and for an engine of several, the ``memory`` that all have and whether it serves ``again`` what another one has
+served. It says ``infer: ready on URL`` when it serves, or why it cannot. A ``spare`` becomes an engine: it has a line
+before that one, with the ``modules`` that engines came to import, imports them, waits for the other line, and says when
+it has read it. With ``sizes``, it says how much memory the model would take, or without ``memory``, how much is free.
+It ends when its input does, which is when its parent has ended in whatever way, and drains on SIGTERM."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
+import gc
+import importlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -24,6 +29,10 @@ from typing import IO, Any
 
 from infer_router.sizes import PROCESS_BYTES, free, reckon
 
+log = logging.getLogger(__name__)
+
+TAKEN = "infer: orders taken"
+MODULES_ASKED, MODULES = "modules", "infer: modules "
 READY = "infer: ready on "
 SIZES = "infer: sizes "
 FAULT = "infer: it cannot serve: "
@@ -88,27 +97,55 @@ def main() -> None:
     from infer.errors import InferError
 
     kind, source = sys.argv[1], sys.stdin
-    first = json.loads(source.readline())
+    plugins = _prepared(source) if kind == "spare" else None
+    if not (line := source.readline()):
+        return  # its parent has ended before it had something to do
+    if plugins is not None:
+        print(TAKEN, flush=True)
+    first, engine = json.loads(line), functools.partial(_engine, plugins=plugins)
     try:
-        {"engine": _engine, "ingress": _ingress, "sizes": _sizes}[kind](first, source)
+        {"engine": engine, "spare": engine, "ingress": _ingress, "sizes": _sizes}[kind](first, source)
     except InferError as error:
         print(f"{FAULT}{' '.join(str(error).split())}", flush=True)
         print(f"infer: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 
-def _engine(first: Mapping[str, Any], source: IO[str]) -> None:
+def _prepared(source: IO[str]) -> Any:
+    """The plugins, once everything that engines need is imported. Nothing is set, and nothing of any model is read."""
+    from infer.plugins.discovery import Plugins
+    from infer.server import app  # noqa: F401
+
+    plugins = Plugins.discover()
+    if line := source.readline():
+        for name in json.loads(line)["modules"]:
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # an engine that needs it says so
+                log.debug("module %s cannot be imported beforehand: %r", name, error)
+    gc.collect()
+    gc.freeze()  # what is there stays, and no collection of a start needs to look through it
+    return plugins
+
+
+def _engine(first: Mapping[str, Any], source: IO[str], plugins: Any = None) -> None:
     from infer.plugins.discovery import Plugins
     from infer.server import app
 
-    _listen(source, lambda line: None)
-    plugins = Plugins.discover()
+    plugins = plugins or Plugins.discover()
+    before = {*sys.modules}
+
+    def hear(line: str) -> None:
+        if line.strip() == MODULES_ASKED:
+            print(f"{MODULES}{json.dumps(sorted({*sys.modules} - before))}", flush=True)
+
+    _listen(source, hear)
     settings = _settings(first, plugins)
     if (memory := first.get("memory")) is not None:
         from infer.assemble.blueprint import bound_memory
 
         bound_memory(0, max(0, memory - PROCESS_BYTES))  # no larger a cache than by the arithmetic
-    app.run(settings, plugins)
+    app.run(settings, plugins, described=first.get("again", False))
 
 
 def _sizes(first: Mapping[str, Any], source: IO[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 import time
@@ -20,6 +21,7 @@ from infer_router.gateway import Gateway
 from infer_router.loader import Loader, Machine, Rules
 from infer_router.machine import LocalMachine
 from infer_router.plan import Plan, several
+from infer_router.sizes import PROCESS_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +96,7 @@ async def gateway(
         max_waiting=plan.router.max_waiting,
         load_timeout_s=plan.router.load_timeout_s,
         stuck_timeout_s=plan.router.stuck_timeout_s,
+        spare_bytes=PROCESS_BYTES if plan.router.spare else math.inf,
     )
     loader = Loader(machine, rules, lambda name, url: made.changed(name, url))
     made = Gateway(plan, server, loader)

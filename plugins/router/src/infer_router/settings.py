@@ -12,6 +12,10 @@ class RouterSettings(BaseModel, extra="forbid"):
     keep_alive_s: float = Field(
         300.0, ge=-1, le=1e9, description="seconds until a model that nobody asks is let go; -1: never"
     )
+    spare: bool = Field(
+        True,
+        description="keep a process for the next model, which loads sooner then, while memory has room for it",
+    )
     max_waiting: int = Field(256, ge=0, description="requests that may wait for models; the next one is answered 503")
     load_timeout_s: float = Field(600.0, gt=0, description="seconds that a model may take to load")
     stuck_timeout_s: float = Field(

@@ -1,0 +1,221 @@
+"""Processes that wait for a model: who gets them, and what becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.router.test_machine import MEMORY, SMALL, alive, until
+from tests.serving import HANG_S
+
+from infer.errors import EngineDeadError
+from infer_router import spares
+from infer_router.machine import EngineProcess, LocalMachine
+from infer_router.process import FAULT, TAKEN
+
+PLAYED = (sys.executable, "-I", "-S", str(Path(__file__).with_name("played.py")))
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spares, "AFTER_S", 0.0)
+
+
+class Machine(LocalMachine):
+    """Notes which processes have begun."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__(settings)
+        self.memory, self.begun = MEMORY, list[str]()
+
+    async def _created(self, kind: str) -> Any:
+        self.begun.append(kind)
+        return await super()._created(kind)
+
+
+@asynccontextmanager
+async def played(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[Machine]:
+    monkeypatch.setattr("infer_router.machine.COMMAND", PLAYED)
+    async with asyncio.timeout(HANG_S), Machine(settings) as machine:
+        yield machine
+
+
+async def waiting(machine: LocalMachine) -> int:
+    """The process that waits, once there is one."""
+    before = {*machine.pids}
+    machine.may_spare(True)
+    await until(lambda: {*machine.pids} - before)
+    (pid,) = {*machine.pids} - before
+    return pid
+
+
+def said(engine: EngineProcess) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(engine.url)
+    return found
+
+
+async def test_a_model_gets_the_process_that_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with played(monkeypatch, a={}, b={}) as machine:
+        pids = []
+        for name in "ab":
+            pid = await waiting(machine)
+            engine = await machine.start(name)
+            assert engine.pid == pid
+            pids.append(pid)
+        machine.may_spare(False)
+        assert machine.begun == ["spare", "spare"]
+        assert {*machine.pids} == {*pids}
+    assert not any(map(alive, pids))
+
+
+async def test_two_models_at_once_and_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with played(monkeypatch, a={}, b={}) as machine:
+        await waiting(machine)
+        engines = await asyncio.gather(machine.start("a"), machine.start("b"))
+    assert sorted(said(engine)["kind"] for engine in engines) == ["engine", "spare"]
+
+
+async def test_none_waits_unless_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spares, "AFTER_S", 3600.0)
+    async with played(monkeypatch, a={}) as machine:
+        machine.may_spare(True)  # it would begin in a while
+        machine.may_spare(False)
+        assert said(await machine.start("a"))["kind"] == "engine"
+        assert machine.begun == ["engine"]
+        machine.may_spare(True)
+    assert machine.begun == ["engine"], "none begins when the machine ends"
+
+
+async def test_one_that_is_killed_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with played(monkeypatch, a={}) as machine:
+        first = await waiting(machine)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: len(machine.begun) == 2 and machine.pids)
+        (second,) = machine.pids
+        assert second != first
+        assert "the process that waits for a model has ended with code -9" in caplog.text
+        assert (await machine.start("a")).pid == second
+        assert machine.begun == ["spare", "spare"]
+
+
+async def test_one_that_is_killed_is_not_replaced_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with played(monkeypatch, a={}) as machine:
+        pid = await waiting(machine)
+        machine.may_spare(False)
+        assert machine.pids == [pid], "whoever takes the room takes the process"
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: not machine.pids)
+        assert said(await machine.start("a"))["kind"] == "engine"
+        assert machine.begun == ["spare", "engine"]
+
+
+@pytest.mark.parametrize("how", ["by itself", "killed before it is noticed"])
+async def test_one_that_dies_over_its_orders_loses_nothing(
+    how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with played(monkeypatch, a={"dies": "orders"} if how == "by itself" else {}) as machine:
+        pid = await waiting(machine)
+        machine.may_spare(False)
+        if how != "by itself":
+            os.kill(pid, signal.SIGKILL)
+        engine = await machine.start("a")
+        assert said(engine)["kind"] == "engine"
+        assert machine.pids == [engine.pid]
+        assert "It gets a process that begins anew." in caplog.text
+
+
+async def test_one_that_dies_later_is_a_load_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with played(monkeypatch, a={"dies": "load"}) as machine:
+        await waiting(machine)
+        machine.may_spare(False)
+        with pytest.raises(EngineDeadError, match="ended with code 8 before it served"):
+            await machine.start("a")
+        assert not machine.pids
+        assert machine.begun == ["spare"]
+
+
+async def test_orders_that_are_canceled_leave_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with played(monkeypatch, a={}) as machine:
+        os.kill(pid := await waiting(machine), signal.SIGSTOP)
+        machine.may_spare(False)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(machine.start("a"), 0.1)
+        assert not alive(pid)
+
+
+async def test_a_machine_that_ends_while_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with played(monkeypatch, a={}) as machine:
+        machine.may_spare(True)
+        await until(lambda: machine.begun)
+    assert not machine.pids
+
+
+async def test_a_process_hears_of_its_own_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first model says what it imports, which the next process may do sooner, and nothing else goes on to it."""
+    settings = {
+        "a": {"log": {"level": "debug"}, "model": {"path": "private"}, "modules": ["one", "two"]},
+        "b": {"model": {"path": "b"}},
+    }
+    async with played(monkeypatch, **settings) as machine:
+        await waiting(machine)
+        first = said(await machine.start("a"))
+        await until(lambda: machine._modules)
+        await waiting(machine)
+        second = said(await machine.start("b"))
+        again = said(await machine.start("b"))
+    assert (first["modules"], second["modules"]) == ([], ["one", "two"])
+    assert second["orders"] == {"settings": settings["b"], "memory": MEMORY, "again": False}
+    assert again["orders"] == second["orders"] | {"again": True}
+    assert again["kind"] == "engine"
+    assert second["environment"] == again["environment"] == first["environment"]
+    assert second["folder"] == again["folder"] == os.getcwd()
+
+
+@pytest.mark.slow
+async def test_models_that_follow_each_other_share_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Processes as they are: the second one's log has its own level, and it has imported beforehand what the first one
+    came to import."""
+    loud = SMALL | {"log": {"level": "debug"}}
+    async with asyncio.timeout(HANG_S), Machine({"a": loud, "b": SMALL}) as machine:
+        said = []
+        for name in "ab":
+            pid = await waiting(machine)
+            engine = await machine.start(name)
+            assert engine.pid == pid
+            assert await engine.healthy()
+            said.append(capfd.readouterr().err)
+            await until(lambda: machine._modules)
+        later = {*machine._modules}
+        assert "infer.server.endpoints.chat_completions" in later
+    assert [" DEBUG " in text for text in said] == [True, False]
+    assert all(" INFO " in text for text in said)
+    assert machine.begun == ["spare", "spare"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("until_orders", [True, False])
+def test_it_imports_what_it_is_told_and_ends_with_its_parent(until_orders: bool, tmp_path: Path) -> None:
+    (tmp_path / "told.py").write_text("print('imported', flush=True)")
+    (tmp_path / "broken.py").write_text("raise ValueError")
+    lines = json.dumps({"modules": ["broken", "nosuch", "told"]}) + "\n"
+    if not until_orders:
+        lines += json.dumps({"settings": {"model": {"path": "nosuch"}, "server": {"port": 0}}, "memory": MEMORY}) + "\n"
+    command = (sys.executable, "-m", "infer_router.process", "spare")
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=tmp_path, timeout=HANG_S)
+    words = [line.partition(" for")[0] for line in done.stdout.splitlines()]
+    if until_orders:
+        assert (words, done.returncode) == (["imported"], 0)
+    else:
+        assert words[:2] == ["imported", TAKEN]
+        assert words[2].startswith(f"{FAULT}'nosuch' is neither a folder or file")
