@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,7 +19,7 @@ from tests.serving import HANG_S
 from infer.errors import EngineDeadError
 from infer_router import spares
 from infer_router.machine import EngineProcess, LocalMachine
-from infer_router.process import FAULT, TAKEN
+from infer_router.process import FAULT, TAKEN, Process
 
 PLAYED = (sys.executable, "-I", "-S", str(Path(__file__).with_name("played.py")))
 
@@ -204,18 +203,26 @@ async def test_models_that_follow_each_other_share_nothing(capfd: pytest.Capture
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("until_orders", [True, False])
-def test_it_imports_what_it_is_told_and_ends_with_its_parent(until_orders: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ordered", [False, True])
+def test_it_imports_what_it_is_told_and_ends_with_its_parent(
+    ordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "told.py").write_text("print('imported', flush=True)")
     (tmp_path / "broken.py").write_text("raise ValueError")
-    lines = json.dumps({"modules": ["broken", "nosuch", "told"]}) + "\n"
-    if not until_orders:
-        lines += json.dumps({"settings": {"model": {"path": "nosuch"}, "server": {"port": 0}}, "memory": MEMORY}) + "\n"
-    command = (sys.executable, "-m", "infer_router.process", "spare")
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=tmp_path, timeout=HANG_S)
-    words = [line.partition(" for")[0] for line in done.stdout.splitlines()]
-    if until_orders:
-        assert (words, done.returncode) == (["imported"], 0)
+    monkeypatch.chdir(tmp_path)
+    process = Process("spare", {"modules": ["broken", "nosuch", "told"]})
+    pipes = process._process
+    assert pipes.stdin is not None
+    assert pipes.stdout is not None
+    assert pipes.stdout.readline() == "imported\n"
+    if ordered:
+        process.send({"settings": {"model": {"path": "nosuch"}, "server": {"port": 0}}, "memory": MEMORY})
+        assert pipes.stdout.readline() == TAKEN + "\n"
+        with pytest.raises(RuntimeError, match=f"{FAULT}'nosuch' is neither a folder or file"):
+            process.ready()
     else:
-        assert words[:2] == ["imported", TAKEN]
-        assert words[2].startswith(f"{FAULT}'nosuch' is neither a folder or file")
+        pipes.stdin.close()
+    assert pipes.wait(HANG_S) == (2 if ordered else 0)
+    pipes.stdin.close()
+    assert not pipes.stdout.read()
+    pipes.stdout.close()
