@@ -48,6 +48,9 @@ SWITCH_S = 0.0005
 """How long a thread computes in Python before another one's turn comes. A step releases the GIL in each native call.
 Where a third thread computes meanwhile, each call waits so long to have it back: Python's own 5 ms make a step many
 times as long. The event loop and the engine, which alternate, gain too."""
+BEGIN_S = 2.0
+"""How long after the start the child process of large bodies begins, so that the first answer has the processor to
+itself. A large body that comes before starts it."""
 SERVICE = web.AppKey("service", Service)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -104,9 +107,10 @@ async def serve(
     async with listen(app, sockets, settings.server.stall_timeout_s) as url:
         ended = asyncio.wrap_future(engine_loop.ended)
         ended.add_done_callback(lambda _: stop.set())
-        await app[SERVICE].begin()
+        beginning = asyncio.create_task(_begin(app[SERVICE]))
         announce(f"infer: ready on {url}")
         await stop.wait()
+        beginning.cancel()
         inside = app[INSIDE]
         log.info("draining %d requests", inside.count)
         engine_loop.drain()
@@ -115,6 +119,11 @@ async def serve(
         left.cancel()
         await asyncio.to_thread(engine_loop.close)
         await ended
+
+
+async def _begin(service: Service) -> None:
+    await asyncio.sleep(BEGIN_S)
+    await service.begin()
 
 
 def _leave_soon(ended: Future[None]) -> None:

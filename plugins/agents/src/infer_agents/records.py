@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -57,9 +57,10 @@ class Records:
         self._store = store
         self._logged: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "infer-store")
+        self._vocabulary: Future[str] | None = None
+        """It is asked for by the first request, not at the start: it would hold up the first answer of any API."""
         if store is not None:
             self._thread.submit(self._bury, store)
-            self._vocabulary = self._thread.submit(_vocabulary, service.served)
 
     @property
     def kept(self) -> bool:
@@ -75,7 +76,9 @@ class Records:
         """A digest of what a prompt depends on besides the items and the chat template; empty without a store."""
         if self._store is None:
             return b""
-        vocabulary = await asyncio.wrap_future(self._vocabulary)
+        if self._vocabulary is None:
+            self._vocabulary = self._thread.submit(_vocabulary, self._service.served)
+        vocabulary = await asyncio.shield(asyncio.wrap_future(self._vocabulary))  # others wait for it, too
         parts = [vocabulary, body.instructions, body.tool_use().offered, body.hints, body.chat_template_kwargs]
         return hashlib.sha256(to_json(parts, inf_nan_mode="constants")).digest()
 
