@@ -1,4 +1,4 @@
-# make install | serve [PORT=8000] | test | test-all | explore [SEED=] | mutants [CHANGED=1] | soak [ROUNDS=] [WORLDS=] [SEED=]
+# make install | serve [PORT=8000] | test | test-all | explore [SEED=] | mutants [CHANGED=1] | soak [ROUNDS=] [WORLDS=] [SECONDS=] [SEED=]
 #      | test-clients | lint | docs | bench | dist | gpu-box | gpu-dry-run
 VENV := .venv
 BIN := $(VENV)/bin
@@ -101,10 +101,12 @@ mutants: install
 # Drawn anew: worlds of clients and faults without a model (tests/simulation), then a server among hostile clients (tests/soak).
 soak: ROUNDS := 400
 soak: WORLDS := 1000
+# Of the worlds, and of the rounds: an hour is enough for the 10,000,000 steps of the worlds on two processors.
+soak: SECONDS := 7200
 soak: SEED := $(shell date +%s)
 soak: install
-	$(BIN)/python -m tests.simulation --worlds $(WORLDS) --seed $(SEED)
-	$(BIN)/python -m tests.soak --rounds $(ROUNDS) --seed $(SEED)
+	$(BIN)/python -m tests.simulation --worlds $(WORLDS) --seconds $(SECONDS) --seed $(SEED)
+	$(BIN)/python -m tests.soak --rounds $(ROUNDS) --seconds $(SECONDS) --seed $(SEED)
 
 test-clients: $(VENV)/clients/.installed
 	$(BIN)/python -m pytest tests/clients/heavy.py

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field, replace
@@ -39,6 +39,8 @@ LONGEST = 256
 AGING_S = 20.0
 """A step takes a second, unless the clock leaps."""
 LEAPS_S = (5.0, 50.0, 500.0, 5000.0)
+WALK_EVERY = 8
+"""A walk takes longer than a step, and what is wrong with the books mostly stays so."""
 ENDS = frozenset(range(90, 93))
 CPU = torch.device("cpu")
 
@@ -131,6 +133,12 @@ class Letters:
         return self.mute in answer or self.mute == request.prompt_token_ids[-1]
 
 
+def command(seed: int, steps: int, faults: bool) -> str:
+    """What shows a world that fails again. It compares the books after each step, so it fails in the last one at the
+    latest."""
+    return f"python -m tests.simulation --seed {seed} --worlds 1 --steps {steps}{'' if faults else ' --no-faults'}"
+
+
 @dataclass
 class World:
     """One engine and its clients. ``step`` does what happens next; ``check`` and ``finish`` raise for what must not
@@ -141,6 +149,8 @@ class World:
     events: dict[str, list[Event]] = field(default_factory=dict)
     marks: Counter[str] = field(default_factory=Counter)
     """What has happened, and how often."""
+    walk_every: int = WALK_EVERY
+    """After how many steps all books are compared."""
     steps: int = 0
     now: float = 0.0
 
@@ -232,6 +242,11 @@ class World:
             pace=Hurried(own, self.marks) if (own := random.Random(f"pace {self.seed}")).random() < 0.3 else None,
         )
         self._watch()
+        self._disturbed = False
+        """Whether a pass has raised since the last walk."""
+        self._deadlines: dict[str, float] = {}
+        """When requests have to have ended that have not, by their ids."""
+        self._recent: deque[Request] = deque(maxlen=8)
         self._rate = draw.choice([0.05, 0.15, 0.5])
         self._prefixes = [[draw.randrange(VOCAB) for _ in range(draw.randint(1, 150))] for _ in range(4)]
         self._injected = self._reported = 0
@@ -247,7 +262,7 @@ class World:
         prefix = draw.choice(self._prefixes)
         prompt = prefix[: draw.randint(0, len(prefix))]
         prompt += [draw.randrange(VOCAB) for _ in range(draw.randint(0 if prompt else 1, 40))]
-        known = draw.choice([*self.requests.values()][-8:]) if self.requests and draw.random() < 0.5 else None
+        known = draw.choice(self._recent) if self.requests and draw.random() < 0.5 else None
         if known is not None:  # a conversation goes on
             prompt = [*known.prompt_token_ids, *self.answers[known.id], *prompt[:20]]
         prompt = prompt[: LONGEST - 2]
@@ -265,6 +280,9 @@ class World:
         )
         request = replace(request, arrival=self.now)
         self.requests[id] = request
+        self._recent.append(request)
+        if request.timeout_s is not None:
+            self._deadlines[id] = request.arrival + request.timeout_s
         self.answers[id] = answer(request, ENDS, windows_of(self.pool), self.stateful, LONGEST)
         if self.faults and draw.random() < 0.02:
             self._poison.add(id)
@@ -292,9 +310,12 @@ class World:
             self.aborted.add(id)
             self.engine.submit(Abort(id))
         if self.engine.has_work():
+            raised = self._injected
             self.engine.step()
-            late = [id for id in self.requests if not self._ended(id) and self._due(id) <= self.now]
-            assert not late, f"{', '.join(late)} should have ended by now"
+            self._disturbed = self._disturbed or self._injected > raised
+            if self._deadlines and min(self._deadlines.values()) <= self.now:
+                late = [id for id, due in self._deadlines.items() if due <= self.now]
+                raise AssertionError(f"{', '.join(late)} should have ended by now")
 
     def drain(self) -> None:
         """No more arrivals and faults; every step must get on. Raises AssertionError otherwise."""
@@ -308,21 +329,35 @@ class World:
         assert not self.engine.has_work(), "the engine does not come to an end"
 
     def live(self, steps: int) -> None:
-        """So many steps, and all that is left to be answered. Raises AssertionError for what must not be."""
+        """So many steps, and all that is left to be answered. Raises AssertionError for what must not be; a note says
+        how it is seen again."""
+        faults = self.faults
+        try:
+            self._live(steps)
+        except Exception as error:
+            error.add_note(command(self.seed, self.steps, faults))
+            raise
+
+    def _live(self, steps: int) -> None:
         for _ in range(steps):
             self.step()
             self.check()
+            if self._disturbed or self.steps % self.walk_every == 0:
+                self._disturbed = False
+                self.walk()
         self.drain()
         self.check()
+        self.walk()
         self.finish()
 
     # What must be so
 
     def check(self) -> None:
-        """The books agree. Raises AssertionError."""
+        """What is told fast: the queues, the slots, and how many pages there are. Raises AssertionError."""
         pages, seats = self.pool.block_manager.pages, self.scheduler.seats
         for queue in (seats.waiting, seats.running):
-            assert queue == sorted(queue, key=seats.key), "a queue is out of order"
+            keys = [*map(seats.key, queue)]
+            assert keys == sorted(keys), "a queue is out of order"
         ahead = any(a.request.priority > b.request.priority for a, b in pairwise(seats.waiting))
         self.marks["a lower priority has waited for longer"] += ahead
         if isinstance(self.scheduler, FairScheduler):
@@ -333,6 +368,20 @@ class World:
             assert sequence.slot is not None, "a sequence runs without a slot"
             assert pages.holdings[sequence.slot].salt == sequence.request.cache_salt, "a slot has another's salt"
         assert len(pages.holdings) == len(seats.running), "a slot has no sequence"
+        blocks = {
+            block
+            for holding in pages.holdings.values()
+            for first, table in zip(holding.firsts, holding.tables, strict=True)
+            for block in (table[first:] if first else table)
+        }
+        known = len(pages.free_list) + sum(map(len, blocks))
+        for group, cached in zip(pages.groups, pages.cached, strict=True):
+            known += group.pages * len(cached)
+        assert known == pages.num_pages, "a page is lost"
+
+    def walk(self) -> None:
+        """Every page, node and state is where the books have it. Raises AssertionError."""
+        pages = self.pool.block_manager.pages
         nodes: list[Node] = []
         stack = [*pages.root.children.values()]
         while stack:
@@ -443,13 +492,11 @@ class World:
     def _ended(self, id: str) -> bool:
         return id in self.events and self.events[id][-1].finish_reason is not None
 
-    def _due(self, id: str) -> float:
-        request = self.requests[id]
-        return math.inf if request.timeout_s is None else request.arrival + request.timeout_s
-
     def _publish(self, events: list[Event]) -> None:
         for event in events:
-            assert event.finish_reason != "timeout" or self._due(event.request_id) <= self.now, "it still has time"
+            if event.finish_reason is not None:
+                due = self._deadlines.pop(event.request_id, math.inf)
+                assert event.finish_reason != "timeout" or due <= self.now, "it still has time"
             self.events.setdefault(event.request_id, []).append(event)
 
     def _notify(self, hook: str, record: StepRecord | RequestRecord) -> None:

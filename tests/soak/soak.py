@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,9 +53,11 @@ async def soak(
     clients: Sequence[Client] | None = None,
     *,
     faults: bool = True,
+    seconds: float = math.inf,
 ) -> None:
-    """Run rounds on a server of their own in ``folder``. ``clients`` take part in each round; None: some that are drawn
-    for each. What must not be is noted in ``report``; after it, no further round is run."""
+    """Run rounds on a server of their own in ``folder``, of which none begins after so many seconds. ``clients`` take
+    part in each round; None: some that are drawn for each. What must not be is noted in ``report``; after it, no
+    further round is run."""
     with Server(folder) as server:
         # aiohttp would wait for a place among 100 connections, and a burst is to be one.
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
@@ -68,7 +72,10 @@ async def soak(
             )
             assert canary.stdout is not None
             await canary.stdout.readline()
+            end = time.monotonic() + seconds
             for _ in range(rounds):
+                if time.monotonic() >= end:
+                    break
                 await _round(server, site, draw, report, clients, faults)
                 if report.violations:
                     break

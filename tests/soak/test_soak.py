@@ -41,3 +41,6 @@ def test_an_answer_that_differs_is_noticed(tmp_path: Path) -> None:
     asyncio.run(soak(tmp_path, random.Random(0), 3, report, [failing], faults=False))
     assert report.violations == ["failing: ViolationError('this one')"]
     assert len(report.memory) == 1, "rounds go on after a violation"
+    report = Report()
+    asyncio.run(soak(tmp_path, random.Random(0), 3, report, [failing], faults=False, seconds=0))
+    assert report.violations == [], "a round begins although the time is over"
