@@ -29,7 +29,9 @@ from infer.engine.batch import Batch
 from infer.engine.engine import Abort, Engine
 from infer.engine.pace import Pace
 from infer.engine.schedulers import ContinuousScheduler, FairScheduler
+from infer.engine.seats import Step
 from infer.engine.speculation import Speculation
+from infer.errors import InferError
 from infer.kernels.reference import ReferenceKernels
 from infer_cache_paged import PagedPool, PagedSettings
 from infer_cache_paged.pages import Block, Node
@@ -39,6 +41,8 @@ LONGEST = 256
 AGING_S = 20.0
 """A step takes a second, unless the clock leaps."""
 LEAPS_S = (5.0, 50.0, 500.0, 5000.0)
+REFUSED, RAISED = 0.01, 0.001
+"""How often a pool says that it has no room, or raises, of the calls that ask for some."""
 WALK_EVERY = 8
 """A walk takes longer than a step, and what is wrong with the books mostly stays so."""
 ENDS = frozenset(range(90, 93))
@@ -54,6 +58,7 @@ MARKS = (
     "a prompt was cut",
     "preempted in the middle of its prompt",
     "preempted while it decoded",
+    "who had lost its slot came back first",
     "a lower priority has waited for longer",
     "a share went before arrival",
     "drafts were right",
@@ -61,6 +66,10 @@ MARKS = (
     "drafts taken back, at a block's edge",
     "memory ran out before a pass was computed",
     "a request's pass raised",
+    "allocate found no room",
+    "grow found no room",
+    "the pool raised",
+    "the clock leapt",
     "aborted",
     "aborted before its last token",
     "ended by stop",
@@ -166,7 +175,7 @@ class World:
         self.lag = draw.randint(0, 1)
         self.speculates = draw.random() < 0.4
         budget = draw.choice([None, draw.randint(self.batch, 80)])
-        settings = EngineSettings(
+        self.settings = EngineSettings(
             max_batch_size=self.batch,
             prefill_chunk_size=chunk,
             max_tokens_per_step=budget,
@@ -176,7 +185,7 @@ class World:
         layers = [
             AttentionSpec(1, 1, 1, 1.0, window=window) for window in windows for _ in range(1 if window is None else 2)
         ]
-        context = CacheContext(
+        self._context = CacheContext(
             layers,
             self.batch,
             LONGEST,
@@ -188,46 +197,71 @@ class World:
             max_drafts=8 if self.speculates else 0,
         )
         blocks = -(-LONGEST // self.size)
-        self.pool = PagedPool(
-            context,
-            PagedSettings(
-                block_size=self.size,
-                num_blocks=blocks + draw.randint(0, max(1, blocks // 4)),
-                state_snapshots=draw.choice([None, 1, 4]) if self.stateful else None,
-            ),
+        self._paged = PagedSettings(
+            block_size=self.size,
+            num_blocks=blocks + draw.randint(0, max(1, blocks // 4)),
+            state_snapshots=draw.choice([None, 1, 4]) if self.stateful else None,
         )
-        self.room = self.pool.free_tokens()
         self.answers: dict[str, list[int]] = {}
         """What each request is to be answered with."""
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.failed: set[str] = set()
         """Requests that a fault may have ended."""
-        self.executor = Executor(self.pool, self.batch, self._fault)
+        self._right = draw.choice([0.0, 0.5, 0.8, 1.0]) if self.speculates else 0.0
+        self.budget = budget
+        self._fickle = draw if draw.random() < 0.3 else None
+        self._owners = random.Random(f"owners {self.seed}")
+        self._seeds = random.Random(f"seeds {self.seed}")
+        self._times = random.Random(f"times {self.seed}")
+        self._rooms = random.Random(f"rooms {self.seed}")
+        texts = random.Random(f"texts {self.seed}")
+        self._texts = (
+            Letters(texts.choice([None, texts.randrange(VOCAB)]), self.marks) if texts.random() < 0.3 else None
+        )
+        self.fair = self._owners.random() < 0.3
+        self.aging = AGING_S if random.Random(f"aging {self.seed}").random() < 0.5 else None
+        self._paces = own if (own := random.Random(f"pace {self.seed}")).random() < 0.3 else None
+        self._injected = self._reported = 0
+        """How many passes raised because the world wanted it, and how many did according to observers."""
+        self._start()
+        self._disturbed = False
+        """Whether a pass has raised since the last walk."""
+        self._deadlines: dict[str, float] = {}
+        """When requests have to have ended that have not, by their ids."""
+        self._recent: deque[Request] = deque(maxlen=8)
+        self._rate = draw.choice([0.05, 0.15, 0.5])
+        self._prefixes = [[draw.randrange(VOCAB) for _ in range(draw.randint(1, 150))] for _ in range(4)]
+        self._short = self._most = 0
+        """For how many passes memory is short, and how many tokens they have at most."""
+        self._poison: set[str] = set()
+        """Requests whose passes raise."""
+
+    def _start(self) -> None:
+        """A new process begins."""
+        self._gone = False
+        """Whether the pool has raised, so that the engine has to end."""
+        self.pool = PagedPool(self._context, self._paged)
+        self.room = self.pool.free_tokens()
+        executor = Executor(self.pool, self.batch, self._fault)
         speculation = None
         if self.speculates:
             speculation = Speculation(
-                Knowing(self.answers, draw.choice([0.0, 0.5, 0.8, 1.0]), self.seed),
+                Knowing(self.answers, self._right, self.seed),
                 "The proposer",
                 self.pool,
                 Always(random.Random(self.seed)),
                 truncate=lambda slot, length: self.pool.block_manager.truncate(slot, length),
                 most=8,
-                max_tokens_per_step=budget,
+                max_tokens_per_step=self.budget,
                 vocab_size=VOCAB,
             )
-        self.budget = budget
-        fickle = Fickle(self.pool, settings, draw if draw.random() < 0.3 else None)
-        self._owners = random.Random(f"owners {self.seed}")
-        self._seeds = random.Random(f"seeds {self.seed}")
-        self._times = random.Random(f"times {self.seed}")
-        texts = random.Random(f"texts {self.seed}")
-        self._texts = (
-            Letters(texts.choice([None, texts.randrange(VOCAB)]), self.marks) if texts.random() < 0.3 else None
+        self.scheduler = (
+            FairScheduler(self.pool, self.settings) if self.fair else Fickle(self.pool, self.settings, self._fickle)
         )
-        self.scheduler = FairScheduler(self.pool, settings) if self._owners.random() < 0.3 else fickle
+        self.pace = None if self._paces is None else Hurried(self._paces, self.marks)
         self.engine = Engine(
-            self.executor,
+            executor,
             self.scheduler,
             self.pool,
             tokenizer=cast(Any, self._texts),
@@ -237,24 +271,37 @@ class World:
             publish=self._publish,
             notify=self._notify,
             speculation=speculation,
-            priority_aging_s=AGING_S if random.Random(f"aging {self.seed}").random() < 0.5 else None,
+            priority_aging_s=self.aging,
             clock=lambda: self.now,
-            pace=Hurried(own, self.marks) if (own := random.Random(f"pace {self.seed}")).random() < 0.3 else None,
+            pace=self.pace,
         )
         self._watch()
-        self._disturbed = False
-        """Whether a pass has raised since the last walk."""
-        self._deadlines: dict[str, float] = {}
-        """When requests have to have ended that have not, by their ids."""
-        self._recent: deque[Request] = deque(maxlen=8)
-        self._rate = draw.choice([0.05, 0.15, 0.5])
-        self._prefixes = [[draw.randrange(VOCAB) for _ in range(draw.randint(1, 150))] for _ in range(4)]
-        self._injected = self._reported = 0
-        """How many passes raised because the world wanted it, and how many did according to observers."""
-        self._short = self._most = 0
-        """For how many passes memory is short, and how many tokens they have at most."""
-        self._poison: set[str] = set()
-        """Requests whose passes raise."""
+        self._refuse("allocate", None)
+        self._refuse("grow", False)
+
+    def _refuse(self, name: str, refusal: object) -> None:
+        """The pool has no room now and then, though it has; or it raises."""
+        inner = getattr(self.pool, name)
+
+        def refusing(*args: Any, **keys: Any) -> Any:
+            if self.faults and (drawn := self._rooms.random()) < REFUSED:
+                if drawn < RAISED:
+                    self.marks["the pool raised"] += 1
+                    self._gone = True
+                    raise MemoryError("no memory for the books")
+                self.marks[f"{name} found no room"] += 1
+                return refusal
+            return inner(*args, **keys)
+
+        setattr(self.pool, name, refusing)
+
+    def _end(self) -> None:
+        """The engine has ended, and whoever runs it tells all who wait."""
+        left = [id for id in self.requests if not self._ended(id)]
+        self.failed.update(left)
+        self._publish([Event(id, finish_reason="error", error="the engine has stopped") for id in left])
+        self._reported += self.engine._reporter.failed_passes
+        self._start()
 
     def arrive(self) -> None:
         """A client asks for something, which often begins like what others ask for."""
@@ -295,7 +342,9 @@ class World:
         """Something happens."""
         draw = self.draw
         self.steps += 1
-        self.now += self._times.choice(LEAPS_S) if self._times.random() < 0.005 else 1.0
+        leaps = self._times.random() < 0.005
+        self.marks["the clock leapt"] += leaps
+        self.now += self._times.choice(LEAPS_S) if leaps else 1.0
         if len(self.scheduler.seats.waiting) > 3 * self.batch:  # as many as an engine lets wait
             self._rate = 0.02
         elif self.steps % 50 == 0:
@@ -311,22 +360,50 @@ class World:
             self.engine.submit(Abort(id))
         if self.engine.has_work():
             raised = self._injected
-            self.engine.step()
+            try:
+                self.engine.step()
+            except (MemoryError, InferError):
+                if not self._gone:
+                    raise
+                self._end()
+            assert not self._gone, "what the pool raised is lost"
             self._disturbed = self._disturbed or self._injected > raised
             if self._deadlines and min(self._deadlines.values()) <= self.now:
                 late = [id for id, due in self._deadlines.items() if due <= self.now]
                 raise AssertionError(f"{', '.join(late)} should have ended by now")
 
     def drain(self) -> None:
-        """No more arrivals and faults; every step must get on. Raises AssertionError otherwise."""
+        """No more arrivals and faults, and time for whole chunks. Raises AssertionError if that takes longer than those
+        who are here would take one after another."""
         self.faults = False
         self._poison.clear()
-        left = sum(len(r.prompt_token_ids) + len(self.answers[r.id]) for r in self.requests.values())
-        for _ in range(20 * left + 1000):
+        self.engine._pace = None
+        most = self.most_steps()
+        for _ in range(most):
             if not self.engine.has_work():
                 break
             self.engine.step()
-        assert not self.engine.has_work(), "the engine does not come to an end"
+        assert not self.engine.has_work(), f"what takes {most} steps, one after another, has not ended"
+
+    def most_steps(self) -> int:
+        """How many steps an engine takes at most that answers the requests that are here one after another: a step for
+        each chunk of what a request has so far, one for each token that it still needs, and a pass ahead, because it
+        may have ended by a token that was not known yet. One step reads what is in flight, one the inbox.
+
+        Company costs nobody more: the first in order gets its whole chunk or token in each step, as if alone, unless
+        the budget is used up by those who decode, which are then ahead of their own time; whoever loses its slot is
+        computed again while others, which have taken its room, get on by more than it has lost."""
+        isolation, most = self.engine._isolation, 2
+        chunk = min(self.settings.prefill_chunk_size, self.budget or LONGEST)
+        if isolation._limit is not None:  # a fault has left it, and only time lifts it
+            chunk = min(chunk, isolation._limit.tokens)
+        alone = {sequence.id: suspects.most or chunk for sequence, suspects in isolation._suspects.items()}
+        for id, request in self.requests.items():
+            if not self._ended(id):
+                said = sum(len(event.token_ids) for event in self.events.get(id, ()))
+                most += math.ceil((len(request.prompt_token_ids) + said) / min(chunk, alone.get(id, chunk)))
+                most += len(self.answers[id]) - said + self.lag
+        return most
 
     def live(self, steps: int) -> None:
         """So many steps, and all that is left to be answered. Raises AssertionError for what must not be; a note says
@@ -467,7 +544,20 @@ class World:
 
             setattr(owner, name, watched)
 
+        admit = seats.admit
+
+        def admitted(sequence: Sequence, step: Step) -> bool:
+            if not admit(sequence, step):
+                return False
+            place, waiting = self._place(sequence), [*seats.waiting]
+            assert all(place <= self._place(other) for other in waiting), f"{sequence.id} is admitted out of order"
+            marks["who had lost its slot came back first"] += sequence.recomputed and bool(waiting)
+            return True
+
         def preempted(sequence: Sequence) -> str:
+            if self.fair or self._fickle is None:
+                last = max(seats.running, key=self._place)
+                assert sequence is last, f"{sequence.id} is preempted, though {last.id} comes after it"
             return f"preempted {'while it decoded' if sequence.decoding else 'in the middle of its prompt'}"
 
         def cut(slot: int, length: int) -> str | None:
@@ -478,6 +568,7 @@ class World:
         def used(nodes: Sequences[Node], k: int) -> str | None:
             return "a block has another user" if any(node.users[k] for node in nodes) else None
 
+        setattr(seats, "admit", admitted)  # noqa: B010
         before(seats, "preempt", preempted)
         before(pages, "_evict", lambda: "a cached block was evicted")
         before(pages, "_use", used)
@@ -488,6 +579,18 @@ class World:
             before(
                 books, "_take", lambda slot, border: "a state was taken while one waits to be read" if reading else None
             )
+
+    def _place(self, sequence: Sequence) -> tuple[Any, ...]:
+        """Where a sequence comes in the order in which slots are given and, from its end, taken. By default that is the
+        priority, or the time with what a priority is worth, and then the arrival: ids count arrivals. Fair shares come
+        before; who has lost a slot once comes first there, and keeps the next one for the longest."""
+        request = sequence.request
+        rank = request.priority if self.aging is None else request.arrival + request.priority * self.aging
+        if not self.fair:
+            return rank, int(request.id)
+        shares, owner = cast(FairScheduler, self.scheduler), request.owner
+        got = shares._keys[owner.key], shares._users[owner.key][owner.user]
+        return not sequence.recomputed, *got, rank, int(request.id)
 
     def _ended(self, id: str) -> bool:
         return id in self.events and self.events[id][-1].finish_reason is not None
