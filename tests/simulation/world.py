@@ -1,5 +1,5 @@
-"""A world of its own: clients, faults and the real engine, scheduler, pool, trie, snapshots and speculation,
-without a model. Everything that happens in it follows from a seed."""
+"""A world of its own: clients, faults and the real engine and its loop, scheduler, pool, trie, snapshots and
+speculation, without a model. Everything that happens in it follows from a seed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from itertools import chain, pairwise
 from typing import Any, cast
 
 import torch
+from tests.simulation.door import Door
 from tests.simulation.executor import VOCAB, Executor, answer, windows_of
 from tests.support import Always, Knowing
 from tokenizers.decoders import ByteLevel
@@ -70,6 +71,9 @@ MARKS = (
     "grow found no room",
     "the pool raised",
     "the clock leapt",
+    "a client read what had ended",
+    "a client left",
+    "no place was left",
     "aborted",
     "aborted before its last token",
     "ended by stop",
@@ -222,6 +226,8 @@ class World:
         self.fair = self._owners.random() < 0.3
         self.aging = AGING_S if random.Random(f"aging {self.seed}").random() < 0.5 else None
         self._paces = own if (own := random.Random(f"pace {self.seed}")).random() < 0.3 else None
+        self._clients = own if (own := random.Random(f"clients {self.seed}")).random() < 0.2 else None
+        """Draws how clients read, where they have streams."""
         self._injected = self._reported = 0
         """How many passes raised because the world wanted it, and how many did according to observers."""
         self._start()
@@ -275,6 +281,9 @@ class World:
             clock=lambda: self.now,
             pace=self.pace,
         )
+        self.door: Door | None = None
+        if self._clients is not None:
+            self.door = Door(self.engine, 3 * self.batch, self._ended, self.marks)
         self._watch()
         self._refuse("allocate", None)
         self._refuse("grow", False)
@@ -299,7 +308,11 @@ class World:
         """The engine has ended, and whoever runs it tells all who wait."""
         left = [id for id in self.requests if not self._ended(id)]
         self.failed.update(left)
+        door, self.door = self.door, None
         self._publish([Event(id, finish_reason="error", error="the engine has stopped") for id in left])
+        if door is not None:
+            door.fail(MemoryError("no memory for the books"))
+            self._compare(door)
         self._reported += self.engine._reporter.failed_passes
         self._start()
 
@@ -326,6 +339,10 @@ class World:
             timeout_s=self._times.choice([3.0, 30.0, 300.0]) if self._times.random() < 0.1 else None,
         )
         request = replace(request, arrival=self.now)
+        if self._clients is None:
+            self.engine.submit(request)
+        elif not self._finds_place(request):
+            return
         self.requests[id] = request
         self._recent.append(request)
         if request.timeout_s is not None:
@@ -336,7 +353,19 @@ class World:
             self.failed.add(id)
         if self._texts is not None and self._texts.fails(request, self.answers[id]):
             self.failed.add(id)
-        self.engine.submit(request)
+
+    def _finds_place(self, request: Request) -> bool:
+        """Let a client ask for its stream. Those of a group may share a place; of others, each has one."""
+        assert self.door is not None
+        assert self._clients is not None
+        here = [other for other in self.requests.values() if not self._ended(other.id)]
+        names = {other.group or other.id for other in here}
+        if self.door.submit(request, late=self._clients.random() < 0.3):
+            assert len(names) < self.door.max_open or request.group in names, "there is no place, and it is taken"
+            return True
+        assert len(here) >= self.door.max_open, "there is a place, and it is refused"
+        self.marks["no place was left"] += 1
+        return False
 
     def step(self) -> None:
         """Something happens."""
@@ -351,13 +380,18 @@ class World:
             self._rate = draw.choice([0.05, 0.15, 0.5])
         while draw.random() < self._rate:
             self.arrive()
+        gone: list[str] = []
         if self.faults and self.requests and draw.random() < 0.02:
             id = draw.choice([*self.requests])
             if not self._ended(id):
                 said = sum(len(event.token_ids) for event in self.events.get(id, ()))
                 self.marks["aborted before its last token" if said + 1 == len(self.answers[id]) else "aborted"] += 1
             self.aborted.add(id)
-            self.engine.submit(Abort(id))
+            gone.append(id)
+            if self.door is None:
+                self.engine.submit(Abort(id))
+            else:
+                self.door.leave(id)
         if self.engine.has_work():
             raised = self._injected
             try:
@@ -367,6 +401,9 @@ class World:
                     raise
                 self._end()
             assert not self._gone, "what the pool raised is lost"
+            assert all(map(self._ended, gone)), f"{gone} goes on, though nobody wants it"
+            if self.door is not None and self._clients is not None:
+                self.door.turn(late=self._clients.random() < 0.05)
             self._disturbed = self._disturbed or self._injected > raised
             if self._deadlines and min(self._deadlines.values()) <= self.now:
                 late = [id for id, due in self._deadlines.items() if due <= self.now]
@@ -414,6 +451,9 @@ class World:
         except Exception as error:
             error.add_note(command(self.seed, self.steps, faults))
             raise
+        finally:
+            if self.door is not None:
+                self.door.discard()
 
     def _live(self, steps: int) -> None:
         for _ in range(steps):
@@ -451,7 +491,7 @@ class World:
             for first, table in zip(holding.firsts, holding.tables, strict=True)
             for block in (table[first:] if first else table)
         }
-        known = len(pages.free_list) + sum(map(len, blocks))
+        known = len(pages.free_list) + sum([len(block) for block in blocks if block])
         for group, cached in zip(pages.groups, pages.cached, strict=True):
             known += group.pages * len(cached)
         assert known == pages.num_pages, "a page is lost"
@@ -525,9 +565,20 @@ class World:
                 if self._texts is not None:
                     text = self._texts.decode(wanted[: -1 if reason == "stop" else None])
                     assert "".join(event.text for event in events) == text, f"{id} has another text"
+        if self.door is not None:
+            self.door.close()
+            self._compare(self.door)
         assert self.pool.free_tokens() == self.room, "the pool has lost room"
         raised = self._reported + self.engine._reporter.failed_passes
         assert raised == self._injected, "a pass raised of itself"
+
+    def _compare(self, door: Door) -> None:
+        """Clients have read what the engine has told, all of it unless they left."""
+        for id, events in door.read.items():
+            read, told = (
+                [(e.token_ids, e.text, e.finish_reason) for e in these] for these in (events, self.events[id])
+            )
+            assert read == told or (id in self.aborted and read == told[: len(read)]), f"{id} has read otherwise"
 
     def _watch(self) -> None:
         """Count what happens inside."""
@@ -601,6 +652,8 @@ class World:
                 due = self._deadlines.pop(event.request_id, math.inf)
                 assert event.finish_reason != "timeout" or due <= self.now, "it still has time"
             self.events.setdefault(event.request_id, []).append(event)
+        if self.door is not None:
+            self.door.publish(events)
 
     def _notify(self, hook: str, record: StepRecord | RequestRecord) -> None:
         if isinstance(record, StepRecord):
