@@ -478,6 +478,29 @@ async def test_a_budget_closes_the_reasoning(server: Running) -> None:
     assert json.loads(block["text"]) in ("yes", "no"), "where there is no reasoning, its budget is no mistake"
 
 
+@pytest.mark.parametrize("knows", [False, True])
+async def test_an_effort_bounds_the_reasoning_where_the_template_knows_none(tmp_path: Path, knows: bool) -> None:
+    """Or refuses the word; a budget counts instead. ``disabled`` closes what the template cannot turn off."""
+    path = tmp_path / "bounded.jinja"
+    section = puppet(tmp_path) | {"chat_template": str(path), "effort_budgets": ["low=2"]}
+    refuses = "{% if reasoning_effort %}{{ raise_exception('no') }}{% endif %}" if knows else ""
+    shown = (tmp_path / "template.jinja").read_text().replace("reasoning_effort", "other")
+    path.write_text(refuses + shown.replace("enable_thinking", "true"))
+    async with puppets(tmp_path, model=section) as server:
+        await told(server, f"one two three four five</think>Hello{END}")
+        effort: Body = {"output_config": {"effort": "low"}}
+        for thoughts, more in (
+            (3, effort),
+            (1, {"thinking": {"type": "disabled"}} | effort),
+            (1, {"thinking": {"type": "disabled"}}),
+            (2, {"thinking": {"type": "enabled", "budget_tokens": 1}} | effort),
+        ):
+            answer = await ask(server, **more)
+            assert answer["usage"]["output_tokens_details"] == {"thinking_tokens": thoughts}
+        free = await ask(server)
+        assert await ask(server, output_config={"effort": "max"}) | {"id": free["id"]} == free
+
+
 async def test_a_last_message_of_the_assistants_is_continued(server: Running) -> None:
     said = [USER, {"role": "assistant", "content": "One, two, "}]
     chat = {"messages": said, "continue_final_message": True, "add_generation_prompt": False}

@@ -553,6 +553,39 @@ async def test_an_effort_is_a_hint(tmp_path: Path) -> None:
             assert (status, found) == (200, none)
 
 
+async def test_an_effort_or_a_budget_bounds_the_reasoning(tmp_path: Path) -> None:
+    """As they do in chats, with the same bits."""
+    section = thinker(tmp_path) | {"effort_budgets": ["low=3"]}
+    template = tmp_path / "template.jinja"
+    template.write_text(template.read_text().replace("enable_thinking", "true"))
+    asked: Body = {"input": "a loop", "max_output_tokens": 24, "temperature": 0, "store": False}
+    chat: Body = {"messages": [{"role": "user", "content": "a loop"}], "max_tokens": 24, "temperature": 0}
+    async with running(model=section, engine={"max_seq_len": 256}) as server:
+        free, _ = await both(server, asked, chat, {}, {})
+        for own, theirs, thoughts in (
+            ({"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}, 4),
+            ({"reasoning": {"effort": "none"}}, {"reasoning_effort": "none"}, 1),
+            ({"reasoning": {"effort": "low"}, "thinking_token_budget": 2}, {"thinking_token_budget": 2}, 3),
+        ):
+            text, count = await both(server, asked, chat, own, theirs)
+            assert (count, text != free) == (thoughts, True)
+    async with running(model=chatty(tmp_path)) as server:
+        status, refused, _ = await server.post(asked | {"thinking_token_budget": 2}, PATH)
+        assert (status, refused["error"]["param"]) == (400, "thinking_token_budget")
+
+
+async def both(server: Running, asked: Body, chat: Body, own: Body, theirs: Body) -> tuple[str, int]:
+    """The text of a response, which is that of a chat, and its tokens of reasoning."""
+    _, response, _ = await server.post(asked | own, PATH)
+    _, told, _ = await server.post(chat | theirs, "/v1/chat/completions")
+    texts = {item["type"]: item["content"][0]["text"] for item in response["output"]}
+    message = told["choices"][0]["message"]
+    assert (texts.get("reasoning"), texts["message"]) == (message.get("reasoning_content"), message["content"])
+    count = response["usage"]["output_tokens_details"]["reasoning_tokens"]
+    assert count == told["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    return texts["message"], count
+
+
 async def test_an_effort_that_the_template_refuses_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it reasons at all is not. Nothing is rendered twice that would be the same."""
     rendered: list[Body] = []

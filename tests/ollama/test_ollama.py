@@ -205,6 +205,18 @@ def test_results_get_the_ids_of_their_calls() -> None:
     assert [each.get("tool_call_id") for each in shown[1:]] == ["own", "call00000", "call00002", None, "other"]
 
 
+async def test_how_much_to_think_bounds_what_the_template_cannot_turn_off(tmp_path: Path) -> None:
+    Puppet.said.zero_()
+    section = puppet(tmp_path) | {"effort_budgets": ["low=2"]}
+    (tmp_path / "template.jinja").write_text(TEMPLATE.replace("enable_thinking", "true"))
+    async with running([Puppets()], model=section, server={"access_log": False, "aliases": ["demo"]}) as server:
+        await told(server, "one two three four five</think>Hello")
+        for think, count in ((True, 5), ("low", 2), (False, 0)):
+            whole = await client(server).chat(MODEL, [USER], think=think)  # type: ignore[arg-type]
+            assert len((whole.message.thinking or "").split()) <= count
+            assert bool(whole.message.thinking) == bool(count)
+
+
 async def test_thinking_is_told_apart(server: Running) -> None:
     await told(server, "hm</think>Hello", chat_template_kwargs={"enable_thinking": True})
     for think in (True, "low"):

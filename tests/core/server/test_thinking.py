@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests import serving
 from tests.serving import Body, running, thinker
+
+from infer.contracts.sections import ModelSettings
 
 CHAT = "/v1/chat/completions"
 ASKED: Body = {
@@ -53,3 +56,54 @@ async def test_a_budget_that_nothing_keeps_is_refused(tmp_path: Path, reasons: b
             message: Any = answer["error"]["message"]
             assert message.endswith("leave it out.")
             assert ("<think>" in message) == (path == CHAT)
+
+
+async def test_an_effort_bounds_the_reasoning_where_the_template_knows_none(tmp_path: Path) -> None:
+    """As the budget of that name does. A budget beside it counts instead."""
+    section = thinker(tmp_path) | {"effort_budgets": ["low=3", "high=100"]}
+    template = tmp_path / "template.jinja"
+    knows = template.read_text()
+    template.write_text(knows.replace("enable_thinking", "true"))
+    async with running(model=section, engine={"max_seq_len": 256}) as server:
+
+        async def answer(**more: Any) -> Any:
+            status, made, _ = await server.post(ASKED | {"chat_template_kwargs": {}} | more, CHAT)
+            assert status == 200, made
+            return made["choices"], made["usage"]
+
+        budgets = {"none": 0, "low": 3, "high": 100, "medium": None, "max": None}
+        made = {effort: await answer(reasoning_effort=effort) for effort in budgets}
+        assert made == {
+            effort: await answer(**({} if budget is None else {"thinking_token_budget": budget}))
+            for effort, budget in budgets.items()
+        }
+        assert made["none"] != made["low"] != made["high"] == made["max"]
+        assert await answer(reasoning_effort="low", thinking_token_budget=100) == made["high"]
+        formed = {"guided_regex": "[0-9]{3}x"}
+        assert await answer(**formed, reasoning_effort="low") == await answer(**formed, thinking_token_budget=3)
+    template.write_text(knows)
+    async with running(model=section, engine={"max_seq_len": 256}) as server:
+        for effort, kwargs, budget in (("none", False, {}), ("low", True, {"thinking_token_budget": 3})):
+            told = await answer(chat_template_kwargs={"enable_thinking": kwargs}, **budget)
+            assert await answer(reasoning_effort=effort) == told, "it is told whether to reason"
+        status, refused, _ = await server.post(ASKED | {"reasoning_effort": "low", "thinking_token_budget": -1}, CHAT)
+        assert (status, refused["error"]["param"]) == (400, "thinking_token_budget")
+    template.write_text("{% if reasoning_effort == 'max' %}{% endif %}" + knows)
+    async with running(model=section, engine={"max_seq_len": 256}) as server:
+        free = await answer(chat_template_kwargs={"enable_thinking": True})
+        assert await answer(reasoning_effort="low") == free, "a template that knows efforts decides"
+
+
+@pytest.mark.parametrize(
+    ("budgets", "why"),
+    [
+        (["low"], "'low' is not EFFORT=TOKENS, such as low=2048; efforts are minimal, low"),
+        (["some=3"], "'some=3' is not"),
+        (["low=-1"], "'low=-1' is not"),
+        (["none=5"], "'none=5' is not"),
+        (["low=1", "low=2"], "low has two budgets"),
+    ],
+)
+def test_wrong_budgets_of_efforts_are_refused(budgets: list[str], why: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)):
+        ModelSettings(effort_budgets=budgets)

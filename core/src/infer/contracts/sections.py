@@ -50,6 +50,8 @@ class Section(BaseModel):
         return [part.strip() for part in value.split(",")] if isinstance(value, str) else value or []
 
 
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
+"""How much a model may be asked to reason, besides ``none``."""
 LONGEST_TIMEOUT_S = 7 * 86400.0
 """The longest that a request may be given, in seconds."""
 
@@ -79,6 +81,11 @@ class ModelSettings(Section):
         "auto",
         description="think: what is in `<think>` tags is reasoning; harmony: gpt-oss's channels; or another of the "
         "installed; auto goes by the chat template; none for none.",
+    )
+    effort_budgets: list[str] = Field(
+        ["minimal=512", "low=2048", "medium=8192", "high=24576"],
+        description="EFFORT=TOKENS, separated by commas: the most tokens of reasoning where a request names an effort "
+        "that the chat template does not know; an effort that is not listed has no bound, and none is no reasoning.",
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",
@@ -122,6 +129,22 @@ class ModelSettings(Section):
         if why := slow_dtype(self.dtype, self.device):
             raise _rule(why)
         return self
+
+    @field_validator("effort_budgets")
+    @classmethod
+    def _efforts(cls, value: list[str]) -> list[str]:
+        pattern = f"({'|'.join(EFFORTS)})=[0-9]{{1,9}}"
+        if bad := [each for each in value if not re.fullmatch(pattern, each)]:
+            raise ValueError(f"{bad[0]!r} is not EFFORT=TOKENS, such as low=2048; efforts are {', '.join(EFFORTS)}")
+        names = Counter(each.partition("=")[0] for each in value)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"{twice[0]} has two budgets; leave one out")
+        return value
+
+    @property
+    def budgets(self) -> dict[str, int]:
+        """The most tokens of reasoning, by the name of the effort."""
+        return {name: int(tokens) for name, _, tokens in (entry.partition("=") for entry in self.effort_budgets)}
 
     @field_validator("tool_format", "reasoning", "generation_config", mode="before")
     @classmethod

@@ -19,7 +19,7 @@ from infer.server.http.body import Body
 from infer.server.http.parsing import checked
 from infer.server.rendering import Renderer
 from infer.server.replies import Reply, ToolUse
-from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL, REASONING, effort_variables
+from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL, REASONING, TemplateStyle, effort_variables
 from infer.text.tool_formats import ToolFormat, recognize
 from infer.text.tools import opens_reasoning
 
@@ -32,8 +32,9 @@ RESERVED = ("self", "loop", "caller", "varargs", "kwargs")
 
 
 class ConversationBody(Protocol):
-    """What a prompt is made of. It may have ``reasoning_effort``, which the template must know; or ``hints``, variables
-    that it need not know, and of which a ``reasoning_effort`` that it refuses is left out."""
+    """What a prompt is made of. It may have ``reasoning_effort``, which has to have an effect; or ``hints``, variables
+    that the template need not know, and of which a ``reasoning_effort`` that it refuses is left out. An effort that the
+    template does not know bounds the reasoning, by ``model.effort_budgets``."""
 
     @property
     def turns(self) -> bytes:
@@ -54,6 +55,8 @@ class Conversation:
         self._served = served
         self._renderer = None if served.template is None else Renderer(served.template)
         self._setting = settings.tool_format
+        self._budgets = settings.budgets
+        self._probed: TemplateStyle | None = None
         self.tool_format: ToolFormat | None = None
         """How the model writes tool calls; None if unknown. ``prepare`` sets it."""
 
@@ -67,7 +70,7 @@ class Conversation:
             return
         why = "it shows no tools, or no calls"
         try:
-            written = (await self._process.style()).call
+            written = (await self._style()).call
         except RequestError as error:
             written, why = None, str(error)
         if written is not None:
@@ -96,16 +99,15 @@ class Conversation:
 
     async def prompt(self, body: ConversationBody, tools: Sequence[dict[str, Any]]) -> str:
         """The prompt that the chat template makes from a request's messages. Raises RequestError."""
+        return (await self._prompt(body, tools))[0]
+
+    async def _prompt(self, body: ConversationBody, tools: Sequence[dict[str, Any]]) -> tuple[str, str | None]:
+        """The prompt, and the effort that the body asks for and the template does not know. Raises RequestError."""
         variables = body.chat_template_kwargs or {}
         effort: str | None = getattr(body, "reasoning_effort", None)
+        hints: Mapping[str, Any] = getattr(body, "hints", {})
+        known = (await self._style()).variables if effort is not None or hints else ()
         if effort is not None:
-            known = (await self._process.style()).variables
-            if not known:
-                raise RequestError(
-                    f"reasoning_effort = {effort!r} has no effect: this model's chat template knows none of "
-                    f"{', '.join(REASONING)}; leave it out.",
-                    param="reasoning_effort",
-                )
             told = effort_variables(effort)
             variables = {name: told[name] for name in known} | variables
         for name in variables:
@@ -125,15 +127,19 @@ class Conversation:
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
         )
-        hints: Mapping[str, Any] = getattr(body, "hints", {})
+        given = effort or hints.get("reasoning_effort")
+        wanted = "none" if hints.get("enable_thinking") is False else given
+        if wanted == "none" and not {"enable_thinking", "thinking"}.isdisjoint(known):
+            wanted = None
+        rest = None if wanted == given and "reasoning_effort" in known else wanted
         try:
-            return await render(**{**hints, **variables})
+            return await render(**{**hints, **variables}), rest
         except RequestError:
             if "reasoning_effort" not in hints or "reasoning_effort" in variables:
                 raise
         # Many templates know only a few efforts, and refuse others.
         fewer = {name: hints[name] for name in hints if name != "reasoning_effort"}
-        return await render(**{**fewer, **variables})
+        return await render(**{**fewer, **variables}), wanted
 
     async def reply(
         self, body: ConversationBody, sampling: Callable[..., SamplingParams], tools: ToolUse = NO_TOOLS
@@ -146,24 +152,34 @@ class Conversation:
                 "or force a call with tool_choice.",
                 param="tools",
             )
-        prompt = await self.prompt(body, tools.offered)
+        prompt, effort = await self._prompt(body, tools.offered)
         outputs = tools.outputs()
         overrides = {} if outputs is None else {"structured_outputs": outputs}
         params = self._served.defaulted(checked(lambda: sampling(**overrides), type(cast(Body, body))))
         tags = self._served.reasoning
         thinking = tags is not None and opens_reasoning(prompt, tags)
         end = self._tag_tokens[1] if thinking else ()
-        if params.structured_outputs is not None and not end:
-            # The format applies from the first token on, so that there is no reasoning.
-            tags, params = None, params.model_copy(update={"thinking_token_budget": None})
         tokens = None if tags is None else self._thinking_tokens(tags, thinking)
-        if params.thinking_token_budget is not None and tokens is None:
+        if tokens is None:
             why = "this model does not reason"
             if tags is not None:
                 why = f"this model reasons between {tags.opening} and {tags.closing}, which are no tokens of its own"
-            raise RequestError(
-                f"thinking_token_budget has no effect: {why}; leave it out.", param="thinking_token_budget"
-            )
+            if params.thinking_token_budget is not None and (end or params.structured_outputs is None):
+                raise RequestError(
+                    f"thinking_token_budget has no effect: {why}; leave it out.", param="thinking_token_budget"
+                )
+            if getattr(body, "reasoning_effort", None) is not None and not (await self._style()).variables:
+                raise RequestError(
+                    f"reasoning_effort = {effort!r} has no effect: this model's chat template knows none of "
+                    f"{', '.join(REASONING)}, and {why}; leave it out.",
+                    param="reasoning_effort",
+                )
+        elif effort is not None and params.thinking_token_budget is None:
+            budget = 0 if effort == "none" else self._budgets.get(effort)
+            params = params.model_copy(update={"thinking_token_budget": budget})
+        if params.structured_outputs is not None and not end:
+            # The format applies from the first token on, so that there is no reasoning.
+            tags, tokens, params = None, None, params.model_copy(update={"thinking_token_budget": None})
         return Reply(prompt, params, tools, self.tool_format, tags, thinking, end, tokens)
 
     def _thinking_tokens(self, tags: ReasoningTags, opened: bool) -> ThinkingTokens | None:
@@ -176,6 +192,11 @@ class Conversation:
         """The tokens of the tags before and behind the reasoning; none of a tag that is written in several ways."""
         tags, tokenizer = self._served.reasoning, self._served.tokenizer
         return ((), ()) if tags is None else (_fixed(tokenizer, tags.opening), _fixed(tokenizer, tags.closing))
+
+    async def _style(self) -> TemplateStyle:
+        if self._probed is None:
+            self._probed = await self._process.style()
+        return self._probed
 
     @property
     def _process(self) -> Renderer:

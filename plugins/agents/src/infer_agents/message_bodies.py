@@ -221,7 +221,9 @@ class OutputFormat(Body):
 
 class OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="For chat templates that know reasoning_effort; ignored by others."
+        None,
+        description="For chat templates that know reasoning_effort; for others a bound on the reasoning, as "
+        "model.effort_budgets has it.",
     )
     format: OutputFormat | None = None
     task_budget: Kept = Field(None, description="Ignored: the model is not shown it.")

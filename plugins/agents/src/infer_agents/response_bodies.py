@@ -167,8 +167,8 @@ class TextOptions(Body):
 class Reasoning(Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None,
-        description="For chat templates that know reasoning_effort, or enable_thinking (all but none); otherwise "
-        "ignored.",
+        description="For chat templates that know reasoning_effort, or enable_thinking (all but none); otherwise a "
+        "bound on the reasoning, as model.effort_budgets has it.",
     )
     summary: Literal["auto", "concise", "detailed"] | None = Field(
         None,
@@ -206,6 +206,9 @@ class ResponsesRequest(Body):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     text: TextOptions = TextOptions()
     reasoning: Reasoning = Reasoning()
+    thinking_token_budget: int | None = Field(
+        None, ge=0, lt=2**31, description="The most tokens of reasoning, between its tags; then it is closed."
+    )
     tools: Many[Tool] | None = Field(
         None,
         max_length=MAX_TOOLS,
@@ -430,5 +433,6 @@ class ResponsesRequest(Body):
             "seed": self.seed,
             "logprobs": (self.top_logprobs or 0) if self.wants_logprobs else None,
             "structured_outputs": self.text.format.outputs(),
+            "thinking_token_budget": self.thinking_token_budget,
         }
         return SamplingParams(**own | given | overrides)

@@ -69,7 +69,9 @@ class ChatRequest(SamplingBody):
     store: Literal[False] | None = None
     metadata: Metadata | None = Field(None, description="Returned with the answer.")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="For chat templates that know reasoning_effort, or enable_thinking (all but none)."
+        None,
+        description="For chat templates that know reasoning_effort, or enable_thinking (all but none); otherwise a "
+        "bound on the reasoning, as model.effort_budgets has it.",
     )
     modalities: Many[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = Field(None, description="Ignored: there is one tier.")
