@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,13 +183,16 @@ def cached(answer: str) -> int:
 
 
 @asynccontextmanager
-async def recording(tmp_path: Path, script: list[str], serve: Any = running) -> AsyncIterator[tuple[Recorder, str]]:
+async def recording(
+    tmp_path: Path, script: list[str], serve: Any = running, aliases: Sequence[str] = ()
+) -> AsyncIterator[tuple[Recorder, str]]:
     folder = tmp_path / "model"
     folder.mkdir()
     model, config = puppet(folder), folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": CONTEXT}))
     Puppet.said.zero_()
-    sections = {"engine": {"max_seq_len": CONTEXT}, "server": {"access_log": False, "max_body_bytes": 1 << 24}}
+    own = {"access_log": False, "max_body_bytes": 1 << 24, "aliases": list(aliases)}
+    sections = {"engine": {"max_seq_len": CONTEXT}, "server": own}
     async with serve([Puppets()], model=model, **sections) as server:
         recorder, app = Recorder(server, script), web.Application(client_max_size=1 << 24)
         app.router.add_route("*", "/{path:.*}", recorder.handle)
@@ -198,8 +201,11 @@ async def recording(tmp_path: Path, script: list[str], serve: Any = running) -> 
 
 
 @asynccontextmanager
-async def started(name: str, url: str, tmp_path: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The agent, started by ``infer launch`` in a home of its own. Nothing but loopback addresses can be reached."""
+async def started(
+    name: str, url: str, tmp_path: Path, own: Mapping[str, str] | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The agent, started by ``infer launch`` in a home of its own, or by itself with variables of its ``own``. Nothing
+    but loopback addresses can be reached."""
     agent, home, bin = AGENTS[name], tmp_path / "home", tmp_path / "bin"
     home.mkdir()
     bin.mkdir()
@@ -220,8 +226,10 @@ async def started(name: str, url: str, tmp_path: Path) -> AsyncIterator[asyncio.
         (home / ".qwen/settings.json").write_text(json.dumps(quiet))
     environment |= {"PWD": str(tmp_path / "work"), "HOME": str(home), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     environment["PATH"] = f"{bin}:{os.environ['PATH']}"
+    command = [INFER, "launch", name, "--url", url, "--"] if own is None else [bin / name]
+    environment |= own or {}
     process = await asyncio.create_subprocess_exec(
-        INFER, "launch", name, "--url", url, "--", *agent.arguments,
+        *command, *agent.arguments,
         cwd=tmp_path / "work", env=environment, stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
@@ -276,3 +284,24 @@ async def test_an_agent_that_is_interrupted_frees_what_its_answer_held(name: str
         os.killpg(process.pid, signal.SIGINT)
         await process.communicate()
         await recorder.server.idle()
+
+
+async def test_claude_code_finds_the_models_that_have_a_name_for_it(tmp_path: Path) -> None:
+    """Those whose names begin as its own do: others, as most of the hub's, need an alias."""
+    (tmp_path / "work").mkdir()
+    aliases = ("claude-local", "anthropic/local", "other")
+    async with recording(tmp_path, [LAST], aliases=aliases) as (recorder, url):
+        own = {
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_AUTH_TOKEN": "x",
+            "ANTHROPIC_MODEL": "anthropic/local",
+            "ANTHROPIC_SMALL_FAST_MODEL": "claude-local",
+            "CLAUDE_CODE_ENABLE_GATEWAY_MODEL_DISCOVERY": "1",
+        }
+        async with started("claude", url, tmp_path, own) as process, asyncio.timeout(HANG_S):
+            said, _ = await process.communicate()
+        assert process.returncode == 0, said.decode()
+        assert ("GET", "/v1/models", 200) in recorder.asked
+        found = json.loads((tmp_path / "home/.claude/cache/gateway-models.json").read_text())
+        assert found["models"] == [{"id": name, "display_name": name} for name in aliases[:2]]
+        assert recorder.turns

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -725,3 +726,48 @@ def test_arguments_that_are_no_object_reach_the_client() -> None:
     assert messages._input(" ") == {}
     for text in ("[1]", "5", '{"a": NaN}', "{'a': 1}", '"x"'):
         assert messages._input(text) == {"arguments": text}
+
+
+async def test_the_official_client_lists_the_models(tmp_path: Path) -> None:
+    """Aliases too, in pages, and with Anthropic's errors. Other clients get OpenAI's list of the same models."""
+    names = [Path(tmp_path).as_posix(), *(f"claude-{i}" for i in range(4)), "org/name"]
+    async with puppets(tmp_path, server={"aliases": names[1:]}) as server:
+        async with client(server) as own:
+            page = await own.models.list()
+            assert ([each.id for each in page.data], page.has_more) == (names, False)
+            assert page.data[1].model_dump(exclude_none=True) == {
+                "type": "model",
+                "id": "claude-0",
+                "display_name": "claude-0",
+                "created_at": datetime.fromtimestamp(0, UTC),
+                "lifecycle": "active",
+                "max_input_tokens": 1024,
+                "max_tokens": 1024,
+            }
+            assert [each.id async for each in own.beta.models.list(limit=4)] == names
+            for how, shown, more in (
+                ({"limit": 2}, names[:2], True),
+                ({"limit": 4, "after_id": names[1]}, names[2:], False),
+                ({"limit": 3, "before_id": names[4]}, names[1:4], True),
+                ({"limit": 4, "before_id": names[4]}, names[:4], False),
+                ({"after_id": names[-1]}, [], False),
+                ({"lifecycle": ["retired", "active"]}, names, False),
+                ({"lifecycle": ["retired"]}, [], False),
+            ):
+                page = await own.models.list(**how)  # type: ignore[arg-type]
+                assert ([each.id for each in page.data], page.has_more) == (shown, more)
+                assert (page.first_id, page.last_id) == ((shown[0], shown[-1]) if shown else (None, None))
+            for how, why in (
+                ({"limit": 0}, "limit = '0' must be a number from 1 to 1000"),
+                ({"after_id": "other"}, "after_id = 'other' is no model that is listed here"),
+                ({"extra_query": {"sort": "x"}}, "The parameter 'sort' is not supported"),
+            ):
+                with pytest.raises(anthropic.BadRequestError, match=why):
+                    await own.models.list(**how)  # type: ignore[arg-type]
+            for name in (names[1], "org/name"):
+                assert (await own.models.retrieve(name)).id == name
+            with pytest.raises(anthropic.NotFoundError) as failed:
+                await own.models.retrieve("gpt-4")
+            assert failed.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+        _, others = await server.get("/v1/models")
+        assert (others["object"], [each["id"] for each in others["data"]]) == ("list", names)

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
+import anthropic
 import pytest
 from aiohttp import web
 from pydantic import SecretStr
@@ -174,6 +175,19 @@ async def test_an_unknown_model_is_not_found_in_each_dialect() -> None:
         status, said, _ = await f.post("/v1/completions", {"prompt": "x"})
         assert (status, said["error"]["param"]) == (400, "model")
         assert (await f.post("/v1/completions", {"model": 5}))[0] == 400
+        assert not f.machine.loads
+
+
+async def test_anthropics_clients_list_the_models_that_may_be_loaded() -> None:
+    async with front(THREE, server={"api_keys": ["right"]}) as f:
+        async with anthropic.AsyncAnthropic(base_url=f.url, api_key="right", max_retries=0) as client:
+            assert [each.id async for each in client.models.list(limit=2)] == list(THREE)
+            assert (await client.models.retrieve("org/c:8b")).max_input_tokens == 512
+            with pytest.raises(anthropic.NotFoundError) as failed:
+                await client.models.retrieve("zz")
+            assert failed.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+        status, said, _ = await f.ask("GET", "/v1/models", headers={"anthropic-version": "2023-06-01"})
+        assert (status, said["error"]["type"]) == (401, "authentication_error")
         assert not f.machine.loads
 
 

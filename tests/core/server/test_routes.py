@@ -15,12 +15,13 @@ from aiohttp import web
 from tests.serving import running
 from typing_extensions import TypedDict
 
-from infer import PLUGIN_API, PluginError, hookimpl
+from infer import PLUGIN_API, PluginError, RequestError, hookimpl
 from infer.contracts.records import RequestRecord
 from infer.contracts.registration import Registration
 from infer.contracts.server import Route, RoutesFactory
 from infer.plugins.discovery import Plugins
 from infer.server.http.body import Body
+from infer.server.http.wire import Anthropic
 from infer.server.service import Service
 
 GREETER = '''
@@ -247,6 +248,65 @@ async def test_a_path_has_one_owner(path: str) -> None:
             pass
     async with running([Stranger([route("POST", path)])]) as server:
         assert (await server.post({}, path.replace("{any}", "x")))[0] == 200, "another method is another endpoint"
+
+
+async def test_a_header_decides_between_endpoints_of_one_path() -> None:
+    """Of several plugins, too. The answers and errors are as the one has it that the request is for."""
+
+    class Mine(TypedDict):
+        mine: str
+
+    async def mine(http: web.Request) -> web.Response:
+        if http.match_info.get("model") == "no":
+            raise RequestError("The model is no.")
+        return web.json_response({"mine": http.match_info.get("model", "all")})
+
+    own = [
+        Route("GET", path, mine, "Mine.", Mine, header="X-Mine", wire_format=Anthropic())
+        for path in ("/v1/models", "/v1/models/{model:.+}", "/health")
+    ]
+    async with running([Stranger(own)], server={"api_keys": "right", "access_log": False}) as server:
+
+        async def ask(path: str, key: str = "right", method: str = "GET", **headers: str) -> tuple[int, Any]:
+            told = {"Authorization": f"Bearer {key}"} | headers
+            async with server.session.request(method, server.url + path, headers=told) as response:
+                return response.status, await response.json() if method == "GET" else None
+
+        here = {"x-mine": ""}
+        assert await ask("/v1/models", **here) == (200, {"mine": "all"})
+        assert await ask("/v1/models/a/b", **here) == (200, {"mine": "a/b"})
+        assert await ask("/v1/models", method="HEAD", **here) == (200, None)
+        assert (await ask("/v1/models"))[1]["object"] == "list"
+        for path, key, headers, status, kind in (
+            ("/v1/models/no", "right", here, 400, "error"),
+            ("/v1/models/no", "right", {}, 404, None),
+            ("/v1/models", "wrong", here, 401, "error"),
+            ("/v1/models", "wrong", {}, 401, None),
+        ):
+            found, told = await ask(path, key, **headers)
+            assert (found, told.get("type")) == (status, kind)
+        assert await ask("/health", "none", **here) == (200, {"mine": "all"}), "the open one says so"
+        _, document = await ask("/openapi.json")
+        both = document["paths"]["/v1/models/{model}"]["get"]
+        assert [each["name"] for each in both["parameters"]] == ["model", "X-Mine", "anthropic-version"]
+        shapes = both["responses"]["200"]["content"]["application/json"]["schema"]["anyOf"]
+        named = [each["$ref"] for each in shapes]
+        ends = ("Model", "Mine", "ListedModel")
+        assert [ref.endswith(end) for ref, end in zip(named, ends, strict=True)] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("routes", "says"),
+    [
+        ([route(header="X-A")], "GET /mine with X-A takes the place of no endpoint"),
+        ([route(), route(header="X-A"), route(header="x-a")], "both serve GET /mine with x-a"),
+        ([route(), route(header="X-A", open=True)], "GET /mine with X-A is open, which only"),
+    ],
+)
+async def test_a_header_has_one_owner_and_takes_the_place_of_an_endpoint(routes: list[Route], says: str) -> None:
+    with pytest.raises(PluginError, match=says):
+        async with running([Stranger(routes)]):
+            pass
 
 
 async def test_an_open_route_opens_no_other_and_all_of_its_pattern() -> None:

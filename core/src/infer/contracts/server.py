@@ -63,6 +63,9 @@ class Route:
     should be small: anybody may send it (``Service.read``'s ``most``)."""
     wire_format: WireFormatProtocol | None = None
     """How its errors and streams are written, an ``infer.server.http.wire.WireFormat``; None: as OpenAI's chats."""
+    header: str | None = None
+    """Only requests that have this header come here: to those, it takes the place of the endpoint of the same method
+    and path that asks for none, and which there has to be. Whether a key is needed is that one's to say."""
 
 
 class RoutesFactory(Protocol):

@@ -37,7 +37,8 @@ ERRORS = {
 
 def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
     """The OpenAPI 3.1 document of the routes that have an ``answer``."""
-    routes = [route for route in routes if route.answer is not None]
+    # Those that another takes the place of come before it.
+    routes = sorted((route for route in routes if route.answer is not None), key=lambda route: route.header or "")
     bodies = [(route.body, "validation") for route in routes if route.body is not None]
     asked, schemas = models_json_schema(bodies, ref_template=REF)  # type: ignore[arg-type]
     components: dict[str, Any] = dict(schemas.get("$defs", {}))
@@ -86,7 +87,11 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
         if names := VARIABLE.findall(route.path):
             told = {"in": "path", "required": True, "schema": {"type": "string"}}
             operation["parameters"] = [{"name": name} | told for name in names]
-        paths.setdefault(VARIABLE.sub(r"{\1}", route.path), {})[route.method.lower()] = operation
+        if route.header is not None:
+            header = {"name": route.header, "in": "header", "schema": {"type": "string"}}
+            operation["parameters"] = [*operation.get("parameters", ()), header]
+        there = paths.setdefault(VARIABLE.sub(r"{\1}", route.path), {})
+        there[route.method.lower()] = _either(there.get(route.method.lower()), operation)
     return {
         "openapi": "3.1.0",
         "info": {"title": f"infer: {server_name}", "version": version("infer-core")},
@@ -97,6 +102,27 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
         },
         "security": [{"key": []}, {}],
     }
+
+
+def _either(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
+    """One operation that stands for both, where a header decides which it is."""
+    if one is None:
+        return other
+    responses = {
+        code: told | {"content": _contents(told["content"], other["responses"][code]["content"])}
+        for code, told in one["responses"].items()
+    }
+    parameters = [*one.get("parameters", ()), *(each for each in other["parameters"] if each["in"] == "header")]
+    return one | {"responses": responses, "parameters": parameters}
+
+
+def _contents(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What has either content, by media type."""
+    both = {}
+    for kind in one.keys() & other.keys():
+        schema = one[kind]["schema"]
+        both[kind] = {"schema": {"anyOf": [*schema.get("anyOf", [schema]), other[kind]["schema"]]}}
+    return one | other | both
 
 
 def _is_shape(kind: Any) -> bool:

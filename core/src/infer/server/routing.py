@@ -30,7 +30,7 @@ def gather(service: Service, plugins: Plugins, *, described: bool = False) -> li
     """The routes of core and of all plugins, in the order of discovery. Raises PluginError if a plugin's routes cannot
     be served, or if two distributions serve the same path. That they can be described need not be tried if another
     server has ``described`` them."""
-    owners = dict.fromkeys((("GET", path) for path in PAGES), "infer-core")
+    owners = dict.fromkeys((("GET", path, "") for path in PAGES), "infer-core")
     found: list[Route] = []
     for offer in plugins.offers["routes"]:
         if offer.registration.unavailable:
@@ -43,18 +43,41 @@ def gather(service: Service, plugins: Plugins, *, described: bool = False) -> li
             if offer.distribution != "infer-core":  # describing core's takes a while, and tests check it
                 if not described:
                     document(routes, "")
-                routes = [replace(route, handler=_named(route.handler, offer.whose)) for route in routes]
+                routes = [replace(route, handler=_told(route.handler, offer.whose)) for route in routes]
         for route in routes:
-            place = (route.method, re.sub(r"{[^{}]*}", "{}", route.path))
+            place = (route.method, re.sub(r"{[^{}]*}", "{}", route.path), (route.header or "").lower())
             if place in owners:
                 both = f"{owners[place]} and {offer.distribution}"
-                raise PluginError(f"{both} both serve {route.method} {route.path}; uninstall one of them.")
+                raise PluginError(f"{both} both serve {_named(route)}; uninstall one of them.")
             owners[place] = offer.distribution
         found += routes
+    plain = {(route.method, route.path) for route in found if route.header is None}
+    for route in found:
+        if (route.method, route.path) not in plain:
+            raise PluginError(f"{_named(route)} takes the place of no endpoint: there is none without that header.")
     return found
 
 
-def _named(handler: Handler, whose: str) -> Handler:
+def chosen(http: web.Request, routes: Sequence[Route]) -> Route:
+    """Which of the routes of one method and path a request is for. The last has no header."""
+    return next(route for route in routes if route.header is None or route.header in http.headers)
+
+
+def dispatched(routes: Sequence[Route]) -> Handler:
+    """A handler of the requests for these, which are as ``chosen`` takes them."""
+
+    async def handler(http: web.Request) -> web.StreamResponse:
+        return await chosen(http, routes).handler(http)
+
+    return handler if len(routes) > 1 else routes[0].handler
+
+
+def _named(route: Route) -> str:
+    """What a message calls a route."""
+    return f"{route.method} {route.path}" + ("" if route.header is None else f" with {route.header}")
+
+
+def _told(handler: Handler, whose: str) -> Handler:
     """The handler, for which errors name the plugin."""
 
     @functools.wraps(handler)
@@ -70,7 +93,7 @@ def checked(routes: object, service: Service) -> Sequence[Route]:
     it cannot serve."""
     if not isinstance(routes, (list, tuple)) or not all(isinstance(route, Route) for route in routes):
         raise TypeError("its factory returned something other than a list of Routes")
-    router = web.UrlDispatcher()
+    routers = {route.header: web.UrlDispatcher() for route in routes}
     for route in routes:
         if not isinstance(route.summary, str) or not route.summary.isprintable():
             raise TypeError(f"the summary of {route.method} {route.path} is not one line of text")
@@ -78,7 +101,9 @@ def checked(routes: object, service: Service) -> Sequence[Route]:
             raise TypeError(f"the handler of {route.method} {route.path} is not an async function")
         if not (route.wire_format is None or isinstance(route.wire_format, WireFormat)):
             raise TypeError(f"the wire_format of {route.method} {route.path} is no infer.server.http.wire.WireFormat")
-        router.add_route(route.method, route.path, route.handler)
+        if route.header is not None and route.open:
+            raise TypeError(f"{_named(route)} is open, which only the endpoint without the header can be")
+        routers[route.header].add_route(route.method, route.path, route.handler)
         if route.body is not None:
             if not (isinstance(route.body, type) and issubclass(route.body, Body)):
                 raise TypeError(f"the body of {route.method} {route.path} does not extend infer.server.http.body.Body")

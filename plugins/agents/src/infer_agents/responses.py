@@ -7,7 +7,6 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -18,6 +17,7 @@ from infer.contracts.server import Route
 from infer.errors import RequestError
 from infer.server.events import Json
 from infer.server.http.errors import REQUEST_ID
+from infer.server.http.queries import limit, query
 from infer.server.http.wire import NamedEvents
 from infer.server.replies import Reply
 from infer.text.encoding import TooLongError
@@ -146,10 +146,7 @@ class Responses:
 
     async def list_items(self, http: web.Request) -> web.StreamResponse:
         asked = query(http, include=None, limit=None, order=("asc", "desc"), after=None)
-        few, most = LIST_ITEMS
-        limit = asked.get("limit", str(few))
-        if not (limit.isascii() and limit.isdecimal() and len(limit) <= len(str(most)) and 1 <= int(limit) <= most):
-            raise RequestError(f"limit = {limit[:100]!r} must be a number from 1 to {most}.", param="limit")
+        most = limit(asked, *LIST_ITEMS)
         id = http.match_info["response_id"]
         record = await self._records.found(http, id)
         items = await asyncio.to_thread(_shown_items, id, record.items)
@@ -160,7 +157,7 @@ class Responses:
             if after not in ids:
                 raise RequestError(f"after = {after!r} is no item of the response {id!r}.", param="after")
             items = items[ids.index(after) + 1 :]
-        page = items[: int(limit)]
+        page = items[:most]
         ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
         return await self._service.answer(
             http, {"object": "list", "data": page, **ends, "has_more": len(items) > len(page)}
@@ -285,21 +282,6 @@ class Responses:
             "usage": None,
             "user": body.user,
         }
-
-
-def query(http: web.Request, **known: Sequence[str] | None) -> dict[str, str]:
-    """The parameters of a URL. ``known`` has the values that each may have; None is any. Raises RequestError."""
-    asked: dict[str, str] = {}
-    for name, value in http.query.items():
-        name = name.removesuffix("[]")
-        if name not in known:
-            raise RequestError(f"The parameter {name[:100]!r} is not supported; leave it out.", param=name)
-        if (values := known[name]) is not None and value not in values:
-            raise RequestError(
-                f"{name} = {value[:100]!r} is not supported; it may be {' or '.join(values)}.", param=name
-            )
-        asked[name] = value
-    return asked
 
 
 def _shown_items(id: str, items: bytes) -> list[Json]:

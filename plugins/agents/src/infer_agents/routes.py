@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from infer.contracts.server import Route
-from infer_agents import messages, responses
+from infer_agents import messages, models, responses
 from infer_agents.seal import make_seal
 from infer_agents.store import open_store
 
@@ -20,4 +20,5 @@ def routes(service: Service, settings: AgentsSettings) -> list[Route]:
     return [
         *responses.routes(service, seal, store, store_default=settings.store_default),
         *messages.routes(service, seal, billing_header=settings.billing_header),
+        *models.routes(service),
     ]

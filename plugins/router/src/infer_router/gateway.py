@@ -21,6 +21,7 @@ from infer.server.http.bodies import arrived, unpacked
 from infer.server.http.body import Body
 from infer.server.http.errors import NotFoundError, expected
 from infer.server.http.keys import Keys
+from infer.server.http.listing import VERSION, ListedModel, listed, page
 from infer.server.http.wire import LATEST, OLLAMA_ROOT, OLLAMA_VERSION
 from infer_router.console import Console
 from infer_router.durations import MOST_S, keep_alive_s
@@ -115,10 +116,10 @@ class Gateway:
                 if free:
                     opened.add(route)
         if self._plan.console:
-            from infer_console.page import page  # whose settings the plan has read
+            from infer_console.page import page as console_page  # whose settings the plan has read
 
             console = Console(self._plan, self._loader, self._ingresses, self.keys, self._sent)
-            for each in page(self, console.server, console.steps):
+            for each in console_page(self, console.server, console.steps):
                 route = app.router.add_route(each.method, each.path, each.handler)
                 if each.open:
                     opened.add(route)
@@ -176,6 +177,8 @@ class Gateway:
         }
 
     async def _models(self, http: web.Request) -> web.Response:
+        if VERSION in http.headers:
+            return web.json_response(page(http, [_as_listed(*each) for each in self._listed()]))
         data = [self._entry(name, status) for name, status in self._listed()]
         return web.json_response({"object": "list", "data": data})
 
@@ -183,7 +186,7 @@ class Gateway:
         name = http.match_info["model"]
         model = self._meant(name)
         status = next(each for each in self._loader.status() if each["name"] == model)
-        return web.json_response(self._entry(name, status))
+        return web.json_response(_as_listed(name, status) if VERSION in http.headers else self._entry(name, status))
 
     def _tagged(self, name: str, status: Mapping[str, Any]) -> dict[str, Any]:
         about, tagged = status["about"] or {}, name if ":" in name.rpartition("/")[2] else name + LATEST
@@ -324,6 +327,10 @@ class Gateway:
                 "modified_at": _written(self._since),
             }
         )
+
+
+def _as_listed(name: str, status: Mapping[str, Any]) -> ListedModel:
+    return listed(name, (status["about"] or {}).get("max_model_len"))
 
 
 def _written(time: datetime) -> str:

@@ -22,6 +22,7 @@ from infer.server.http.access import CALLER, access_log, allow_origin, authorize
 from infer.server.http.bodies import BodyBudget, Reader, arrived
 from infer.server.http.errors import errors, expected
 from infer.server.http.keys import OWNER, Keys
+from infer.server.http.listing import VERSION
 from infer.server.http.sockets import listen
 from infer.server.http.wire import OPENAI, WIRE_FORMATS, Anthropic, NamedEvents, Ollama
 from infer_router.exchange import HOPS, Counts, Exchange, LostError
@@ -275,7 +276,7 @@ def application(
         ],
         client_max_size=server.max_body_bytes,
     )
-    app[WIRE_FORMATS] = lambda http: FORMATS.get(http.path, OPENAI)
+    app[WIRE_FORMATS] = lambda http: FORMATS.get(http.path, Anthropic() if VERSION in http.headers else OPENAI)
     if server.cors_origins:
         app.on_response_prepare.append(allow_origin(server.cors_origins))
     app.on_response_prepare.append(prepare)

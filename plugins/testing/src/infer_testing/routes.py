@@ -241,7 +241,8 @@ def described(c: Routes, draw: random.Random) -> None:
         operation = paths.get(VARIABLE.sub(r"{\1}", route.path), {}).get(route.method.lower())
         if operation is None:
             raise Violation(f"{_named(route)} is not in /openapi.json")
-        told, named = [each["name"] for each in operation.get("parameters", [])], VARIABLE.findall(route.path)
+        parameters = operation.get("parameters", [])
+        told, named = [each["name"] for each in parameters if each["in"] == "path"], VARIABLE.findall(route.path)
         if told != named:
             raise Violation(f"{_named(route)} has the variables {named}, but /openapi.json tells of {told}")
 
@@ -333,6 +334,8 @@ def example(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> Any:
 def _request(route: Route, body: object, key: str | None) -> tuple[str, str, bytes | None, dict[str, str]]:
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    if route.header is not None:
+        headers[route.header] = "1"
     return route.method, VARIABLE.sub("1", route.path), data, headers | {"Content-Type": "application/json"}
 
 
