@@ -120,6 +120,16 @@ async def test_a_quota_that_is_used_up_is_told_in_the_words_that_codex_waits_by(
     assert wait[2] == "s"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_that_does_not_fit_is_told_by_the_code_that_codex_knows(stream: bool) -> None:
+    """Before a stream begins: nothing has to be read out of events."""
+    async with running(engine={"max_seq_len": 64}, server={"access_log": False}) as server:
+        body = {"input": "a loop " * 100, "stream": stream}
+        status, answer, _ = await server.post(body, "/v1/responses")
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert "maximum context length is 64 tokens" in answer["error"]["message"]
+
+
 async def test_a_slash_may_be_in_a_models_name_and_not_in_a_tools() -> None:
     """As in Anthropic's and OpenAI's own API."""
     hi, tool = {"messages": [{"role": "user", "content": "hi"}]}, {"name": "mcp/look", "input_schema": SCHEMA}

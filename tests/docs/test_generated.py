@@ -54,6 +54,16 @@ def test_the_sentences_that_are_explained_are_those_of_the_code() -> None:
     assert [quote for quote in quoted if not any(quote[1] in text for text in known)] == []
 
 
+def test_what_broke_elsewhere_is_guarded_here() -> None:
+    _, _, text = PAGES["docs/agents.md"].text.partition("## What broke elsewhere")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
+    named = {(row[0], test) for row in rows for test in re.findall(r"`(test_\w+)`", row[-1])}
+    assert {each for each, _ in named} == {row[0] for row in rows}, "each row names a test"
+    files = (*ROOT.glob("tests/agents/test_*.py"), ROOT / "tests/core/server/test_api.py")
+    tests = {name for file in files for name in re.findall(r"^(?:async )?def (test_\w+)\(", file.read_text(), re.M)}
+    assert {each for each in named if each[1] not in tests} == set()
+
+
 def test_the_routes_of_the_api_are_those_of_its_page() -> None:
     """Those that /openapi.json describes, which are all but pages that plugins serve for themselves."""
     page = PAGES["docs/api.md"]

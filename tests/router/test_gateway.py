@@ -182,6 +182,7 @@ async def test_anthropics_clients_list_the_models_that_may_be_loaded() -> None:
     async with front(THREE, server={"api_keys": ["right"]}) as f:
         async with anthropic.AsyncAnthropic(base_url=f.url, api_key="right", max_retries=0) as client:
             assert [each.id async for each in client.models.list(limit=2)] == list(THREE)
+            assert (await client.models.list(limit=2)).has_more
             assert (await client.models.retrieve("org/c:8b")).max_input_tokens == 512
             with pytest.raises(anthropic.NotFoundError) as failed:
                 await client.models.retrieve("zz")
