@@ -22,6 +22,7 @@ from tests.support import (
     QUANTIZED,
     Always,
     Knowing,
+    Recorder,
     make_engine,
     paged_pool,
     random_prompt,
@@ -31,9 +32,10 @@ from tests.support import (
 
 from infer.contracts.attention import KVDtype, QuantizedKV
 from infer.contracts.cache import CachePoolProtocol
-from infer.contracts.model import ModelProtocol, Pass
+from infer.contracts.model import ModelProtocol, Pass, StatefulModel
 from infer.contracts.request import Event
 from infer.engine.exactness import self_check
+from infer.engine.graphs import DecodeGraphs
 
 pytestmark = pytest.mark.usefixtures("each_provider")
 FIRST = ("llama", "qwen3", "gemma3", "granite_hybrid")
@@ -252,18 +254,63 @@ arrivals = st.lists(
 pools = st.just(None) | st.tuples(st.sampled_from([1, 7, 16, 128, 400]), st.integers(0, 200))
 
 
-@settings(max_examples=examples(90, 15))
-@given(
-    st.sampled_from(FAMILIES + QUANTIZED),
-    st.sampled_from(DTYPES),
-    st.sampled_from(KV_DTYPES),
-    mixes,
-    arrivals,
-    pools,
-    st.integers(0, 2),
-    st.none() | st.tuples(st.sampled_from([0.0, 0.5, 0.8, 1.0]), st.integers(0, 1000)),
+mixed = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(DTYPES),
+        "kv_dtype": st.sampled_from(KV_DTYPES),
+        "keys": mixes,
+        "plan": arrivals,
+        "paged": pools,
+        "lag": st.integers(0, 2),
+        "speculation": st.none() | st.tuples(st.sampled_from([0.0, 0.5, 0.8, 1.0]), st.integers(0, 1000)),
+        "recorded": st.sampled_from([None, "by the kernels", "at the start"]),
+        "threads": st.integers(1, 2),
+    }
 )
-def test_any_mix_of_arrivals_chunks_budgets_and_pools(
+STATES = {
+    "gated delta net": ("qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    "Mamba 2": ("granite_hybrid", "nemotron_h", "falcon_h1", "bamba"),
+    "short convolution": ("lfm2", "lfm2_moe"),
+}
+"""The families with each kind of state."""
+
+
+def weights(*names: str) -> st.SearchStrategy[str]:
+    """Families with plain or quantized weights."""
+    return st.sampled_from([*names, *(name for name in QUANTIZED if name.split()[0] in names)])
+
+
+@settings(max_examples=examples(30, 15))
+@given(weights(*FAMILIES), mixed)
+def test_any_mix_of_arrivals_chunks_budgets_and_pools(family: str, mix: dict[str, Any]) -> None:
+    check_mix(family, **mix)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("each_provider", ["native"], indirect=True)
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=examples(3))
+@given(data=st.data())
+def test_any_mix_of_each_family(family: str, data: st.DataObject) -> None:
+    check_mix(data.draw(weights(family)), **data.draw(mixed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("each_provider", ["native"], indirect=True)
+@pytest.mark.parametrize("kind", STATES)
+@settings(max_examples=examples(30))
+@given(data=st.data())
+def test_any_mix_of_each_kind_of_state(kind: str, data: st.DataObject) -> None:
+    """An exploration tries 300 of each: ``pytest tests/core/test_exactness.py -k kind_of_state --explore SEED``."""
+    check_mix(data.draw(weights(*STATES[kind])), **data.draw(mixed))
+
+
+def test_every_family_with_states_has_a_kind() -> None:
+    stateful = {name for name in FAMILIES if isinstance(model := tiny_model(name), StatefulModel) and model.states}
+    assert stateful == {name for names in STATES.values() for name in names}
+
+
+def check_mix(
     family: str,
     dtype: torch.dtype,
     kv_dtype: KVDtype,
@@ -272,9 +319,13 @@ def test_any_mix_of_arrivals_chunks_budgets_and_pools(
     paged: tuple[int, int] | None,
     lag: int,
     speculation: tuple[float, int] | None,
+    recorded: str | None,
+    threads: int,
 ) -> None:
-    """``speculation``: how often drafts are right, and a seed for how many there are."""
+    """``speculation``: how often drafts are right, and a seed for how many there are. ``recorded``: when decode passes
+    are, and by whom."""
     model, batch = tiny_model(family, dtype), keys["max_batch_size"]
+    references = {str(i): alone(family, dtype, i, kv_dtype) for i, _, _ in plan}
     pool: CachePoolProtocol = slotted_pool(model, dtype, batch, kv_dtype)
     if paged is not None:
         page, spare = paged
@@ -282,19 +333,27 @@ def test_any_mix_of_arrivals_chunks_budgets_and_pools(
         sizes = {"spare": spare // page, "block_size": page, "state_snapshots": spare % 8}
         pool = paged_pool(model, dtype, batch, kv_dtype, max_chunk=chunk, **sizes)
     if speculation is not None:
-        answers = {str(i): [e.token_ids[0] for e in alone(family, dtype, i, kv_dtype)] for i, _, _ in plan}
+        answers = {id: [e.token_ids[0] for e in events] for id, events in references.items()}
         keys |= {"proposer": Knowing(answers, *speculation), "payoff": Always(random.Random(speculation[1]))}
-    stepper = make_engine(model, dtype, pool=pool, lag=lag, **keys)
-    due = sorted(plan, key=lambda a: a[1])
-    step = 0
-    while due or stepper.engine.has_work():
-        while due and due[0][1] <= step:
-            index, _, new = due.pop(0)
-            submit(stepper, index, new)
-        stepper.engine.step()
-        step += 1
+    torch.set_num_threads(threads)
+    try:
+        graphs = None
+        if recorded is not None:
+            recorder = support.KERNELS.recorder() if recorded == "by the kernels" else None
+            graphs = DecodeGraphs(model, pool, CPU, batch, recorder or Recorder())
+        stepper = make_engine(model, dtype, pool=pool, lag=lag, graphs=graphs, **keys)
+        due = sorted(plan, key=lambda a: a[1])
+        step = 0
+        while due or stepper.engine.has_work():
+            while due and due[0][1] <= step:
+                index, _, new = due.pop(0)
+                submit(stepper, index, new)
+            stepper.engine.step()
+            step += 1
+    finally:
+        torch.set_num_threads(1)
     for index, _, new in plan:
-        answer, reference = stepper.answer(str(index)), alone(family, dtype, index, kv_dtype)
+        answer, reference = stepper.answer(str(index)), references[str(index)]
         assert len(answer) == min(new, len(reference))
         assert same(answer, reference)
     assert stepper.pool.free_tokens() == stepper.room
