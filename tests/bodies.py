@@ -27,7 +27,16 @@ FREE = {
     "data",
     "logprobs",
 }
-FREE |= {"annotations", "cache_control", "client_metadata", "context_management", "action", "input_schema"}
+FREE |= {
+    "annotations",
+    "thinking_blocks",
+    "provider_specific_fields",
+    "cache_control",
+    "client_metadata",
+    "context_management",
+    "action",
+    "input_schema",
+}
 """What below holds is the client's own."""
 MAPS = FREE | {"metadata", "logit_bias", "criteria", "questions"}
 """And these have keys, not fields."""

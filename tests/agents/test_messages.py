@@ -370,7 +370,7 @@ async def test_errors_are_the_clients_exceptions(tmp_path: Path, monkeypatch: py
                 await asking.messages.create(**body)
         assert caught.value.request_id
         body = caught.value.body
-        assert (set(body), set(body["error"])) == ({"type", "error"}, {"type", "message"})
+        assert (set(body), {*body["error"], "details"}) == ({"type", "error"}, {"type", "message", "details"})
         return str(body["error"]["type"])
 
     async with puppets(tmp_path, server=keys) as server:
@@ -571,6 +571,31 @@ async def test_an_answer_has_the_format_that_is_asked_for(server: Running) -> No
     assert "give one" in await refused(server, output_config={"format": form}, output_format=form)
     broken = await refused(server, output_config={"format": form | {"schema": {"type": "nothing"}}})
     assert "output_config.format" in broken
+
+
+async def test_threads_are_refused_by_the_code_that_runners_of_tools_know(server: Running) -> None:
+    for path in (PATH, COUNT):
+        status, answer, _ = await server.post(ASKED | {"thread": {"type": "create"}}, path)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        assert answer["error"]["details"] == {"error_code": "thread_unsupported_request"}
+        assert "leave thread out" in answer["error"]["message"]
+    assert await counted(server, thread=None) == await counted(server)
+    calls: list[int] = []
+
+    @anthropic.beta_async_tool
+    async def look(at: int) -> str:
+        """Looks."""
+        calls.append(at)
+        return "a cat"
+
+    async with client(server) as asking:
+        runner = asking.beta.messages.tool_runner(model="demo", max_tokens=100, messages=[USER], tools=[look])  # type: ignore[list-item]
+        shown: Body = {"tools": [look.to_dict()]}
+        await told(server, f"{CALL % 1}{END}", **shown)
+        turns = [message.content async for message in runner]
+    assert calls == [1]
+    assert [block.type for block in turns[0]] == ["tool_use"]
+    assert len(turns) == 2
 
 
 async def test_what_changes_nothing_is_taken(server: Running) -> None:

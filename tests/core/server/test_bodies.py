@@ -41,6 +41,8 @@ ANSWERED = {
     "tool_calls": [CALL],
     "reasoning_content": "r",
     "annotations": [{"type": "url_citation"}],
+    "thinking_blocks": [{"type": "thinking", "thinking": "r", "signature": "s"}],
+    "provider_specific_fields": {"refusal": None, "citations": []},
     "refusal": None,
     "parsed": {"a": 1},
 }

@@ -11,6 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tests.models.checkpoints import tokenizer, write_checkpoint
 from tests.serving import HANG_S, Body, chatty, holding, running, until
 from tokenizers import Tokenizer, normalizers, processors
@@ -270,6 +272,35 @@ async def test_the_last_of_several_deltas_says_why_it_ends(tmp_path: Path) -> No
     assert len(choices) > 2
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
     assert [call["function"] for choice in choices for call in choice["delta"].get("tool_calls", ())] != []
+
+
+async def test_the_chunks_of_a_chat_add_up_to_the_whole_answer(tmp_path: Path) -> None:
+    """As OpenAI's own client adds them up: a message that only calls has no content, an empty one has an empty text."""
+    call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked: Body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 100, "n": 2, "tools": tools}
+    found = []
+    async with running(engine={"max_seq_len": 512}, model=chatty(tmp_path)) as server:
+        for text in (call, f"So: {call}", "So.", "S"):
+            body = asked | {"structured_outputs": {"choice": [text]}, "stop": "S" if text == "S" else "~never~"}
+            for _ in range(2):  # the second finds the prompt in the cache, as the stream does
+                _, whole, _ = await server.post(body, CHAT)
+            state = ChatCompletionStreamState()
+            for chunk in (await server.stream(body | {"stream_options": {"include_usage": True}}, CHAT))[:-1]:
+                state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+            added, expected = state.current_completion_snapshot, ChatCompletion.model_validate(whole)
+            assert added.usage == expected.usage
+            for one, other in zip(added.choices, expected.choices, strict=True):
+                strip: Any = {
+                    "stop_reason": True,
+                    "message": {"parsed": True, "tool_calls": {"__all__": {"id", "index"}}},
+                }
+                told, whole_told = one.model_dump(exclude=strip), other.model_dump(exclude=strip)
+                for called in told["message"]["tool_calls"] or ():
+                    assert called["function"].pop("parsed_arguments") is None
+                assert told == whole_told
+            found.append(expected.choices[1].message.content)
+    assert found == [None, "So: ", "So.", ""]
 
 
 async def test_a_stream_that_is_refused_after_a_place_was_seen_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

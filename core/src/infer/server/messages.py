@@ -137,6 +137,8 @@ class Message(Body):
     refusal: str | None = Field(None, description="The text of a message that has no content.")
     parsed: Kept = None
     annotations: Kept = None
+    thinking_blocks: Kept = Field(None, description="Reasoning as LiteLLM keeps it, beside reasoning_content.")
+    provider_specific_fields: Kept = Field(None, description="What LiteLLM knows no field for.")
     cache_control: Kept = None
     audio: None = None
 

@@ -281,6 +281,7 @@ class MessagesRequest(Body):
     speed: Literal["standard", "fast"] | None = Field(None, description="Ignored: there is one.")
     betas: Many[str] | None = Field(None, description="Ignored, as the header anthropic-beta.")
     diagnostics: Kept = Field(None, description="Ignored: usage says what was cached.")
+    thread: dict[str, Any] | None = Field(None, description="Refused, so that clients send whole conversations.")
     container: None = None
     mcp_servers: tuple[()] | None = None
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 MAX_COUNTED = 1 << 18
 """The most tokens that are counted, unless the model takes more."""
 BETAS = "anthropic-beta"
+NO_THREADS = "thread_unsupported_request"
+"""By which the runners of tools in Anthropic's clients know that they have to send whole conversations."""
 
 
 class ThinkingAnswer(TypedDict):
@@ -164,6 +166,12 @@ class Messages:
 
     async def _read(self, http: web.Request, *, place: bool) -> MessagesRequest:
         body = await self._service.read(http, MessagesRequest, place=place)
+        if body.thread is not None:
+            raise RequestError(
+                "thread is not supported: no conversation is kept here. Send all its messages, and leave thread out.",
+                param="thread",
+                code=NO_THREADS,
+            )
         if BETAS in http.headers:
             self._service.tell_ignored(http, f"the header {BETAS}", "Ignored: no beta changes an answer.")
         if body.hidden:

@@ -348,7 +348,8 @@ class Chat:
         numberings = [Calls(reply.tools.custom) for _ in requests]
         for i in range(len(requests)):
             metadata = {"metadata": body.metadata} if body.metadata is not None and i == 0 else {}
-            yield frame | metadata | {"choices": [_delta(i, {"role": "assistant", "content": ""})]}
+            yield frame | metadata | {"choices": [_delta(i, {"role": "assistant"})]}
+        spoken = [False] * len(requests)
         async for i, event in events:
             for token in event.token_ids if thoughts else ():
                 thoughts[i].push(token)
@@ -358,6 +359,9 @@ class Chat:
             deltas = [numberings[i].delta(piece) for piece in pieces]
             if not deltas and (event.logprobs or event.finish_reason or event.prompt_logprobs):
                 deltas = [{}]
+            spoken[i] |= any("content" in delta for delta in deltas)
+            if event.finish_reason is not None and not (spoken[i] or numberings[i].count):
+                deltas[-1]["content"] = ""  # null would say that it has called a tool
             for j, delta in enumerate(deltas):
                 choice = _delta(i, delta)
                 if j == 0 and event.logprobs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NotRequired
 
 from aiohttp import web
 from typing_extensions import TypedDict
@@ -86,9 +86,14 @@ def _sentence(error: ErrorBody) -> str:
     return message
 
 
+class MessageErrorDetails(TypedDict):
+    error_code: str
+
+
 class MessageErrorBody(TypedDict):
     type: str
     message: str
+    details: NotRequired[MessageErrorDetails]
 
 
 class MessageError(TypedDict):
@@ -105,7 +110,8 @@ class Anthropic(NamedEvents):
 
     def error(self, error: ErrorBody, status: int) -> dict[str, Any]:
         kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": _sentence(error)}}
+        details = {} if error["code"] is None else {"details": {"error_code": error["code"]}}
+        return {"type": "error", "error": {"type": kind, "message": _sentence(error), **details}}
 
     def failure(self, error: ErrorBody) -> dict[str, Any]:
         if error["message"] == SHUTTING_DOWN:
