@@ -4,11 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 PORT ?= 8000
-OPENAI_3 := 3.54.0
-JITER := 0.16.0
+# With the clients that need it, and what these need besides.
+OPENAI_3 := openai==3.54.0 jiter==0.16.0 pydantic-ai-slim==2.68.0 pydantic-graph==2.68.0 genai-prices==0.2.3 griffelib==2.4.1 \
+	logfire-api==5.6.0
 TRITONS := 3.6.0 3.8.0
 OPENAI_NODE := 6.49.0
 OLLAMA_NODE := 0.6.4
+ANTHROPIC_NODE := 1.14.0
 AXE := 4.14.1
 GRAFANA := 12.1.0
 TYPESCRIPT := 5.9.2
@@ -43,12 +45,12 @@ $(VENV)/.packages: Makefile constraints.txt requirements-dev.txt $(PACKAGES:%=%/
 # What cannot be in one environment with the rest, or is no Python: for tests/clients, tests/kernels_triton, tests/console and
 # tests/test_delivery.py.
 $(VENV)/.apart: Makefile | $(BIN)/python
-	$(PIP) --upgrade --no-deps --target $(VENV)/openai-3 openai==$(OPENAI_3) jiter==$(JITER)
+	$(PIP) --upgrade --no-deps --target $(VENV)/openai-3 $(OPENAI_3)
 	for version in $(TRITONS); do \
 		$(PIP) --upgrade --no-deps --target $(VENV)/triton-$$version triton==$$version || exit 1; \
 	done
-	if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/node openai@$(OPENAI_NODE) ollama@$(OLLAMA_NODE) axe-core@$(AXE) \
-		@grafana/schema@$(GRAFANA) typescript@$(TYPESCRIPT); fi
+	if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/node openai@$(OPENAI_NODE) \
+		@anthropic-ai/sdk@$(ANTHROPIC_NODE) ollama@$(OLLAMA_NODE) axe-core@$(AXE) @grafana/schema@$(GRAFANA) typescript@$(TYPESCRIPT); fi
 	touch $@
 
 serve: install

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
-from tests.clients.conftest import KEY
+from tests.clients.turns import KEY
 
 from infer.server.testing import Serving
 

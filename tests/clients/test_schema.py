@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tests.clients.conftest import KEY
+from tests.clients.turns import KEY
 from tests.examples import examples
 from tests.serving import chatty, retokened, serving
 
