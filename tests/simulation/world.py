@@ -427,9 +427,10 @@ class World:
         each chunk of what a request has so far, one for each token that it still needs, and a pass ahead, because it
         may have ended by a token that was not known yet. One step reads what is in flight, one the inbox.
 
-        Company costs nobody more: the first in order gets its whole chunk or token in each step, as if alone, unless
-        the budget is used up by those who decode, which are then ahead of their own time; whoever loses its slot is
-        computed again while others, which have taken its room, get on by more than it has lost."""
+        In company, the first in order still gets its whole chunk or token in each step, unless those who decode use up
+        the budget, and they are then ahead of their own time. What is computed again of whoever loses its slot is not
+        counted: no world has needed that yet, because others get on in the same steps. Where one runs at a time, an
+        engine comes within a step or two of this."""
         isolation, most = self.engine._isolation, 2
         chunk = min(self.settings.prefill_chunk_size, self.budget or LONGEST)
         if isolation._limit is not None:  # a fault has left it, and only time lifts it
