@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,17 +18,21 @@ from tests.models.checkpoints import write_checkpoint
 from tests.serving import TEMPLATE
 
 from infer import LLM, PLUGIN_API, hookimpl
+from infer.assemble import adapters as assembled
 from infer.assemble.adapters import LoadedAdapters
 from infer.contracts.adapters import Adapter
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
 from infer.engine.adapters import AdapterSlots
+from infer.engine.engine import Engine
 from infer.errors import RequestError
 from infer.server.testing import Serving, serving
 from infer_testing import tiny_checkpoint
 
 PROMPT = [*range(5, 60)]
 WAIT_S = 300.0
+LOAD_S = 20.0
+"""No step in so long means that the engine is held up."""
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +129,64 @@ def test_what_is_done_between_steps_ends_with_the_engine(folder: Path) -> None:
         assert llm.loop.healthy
     with pytest.raises(Exception, match="The engine has stopped"):
         llm.loop.between_steps(lambda: None).result(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("named", "warned"),
+    [("org/other", True), ("org/Base", False), ("/elsewhere/base/", False), (None, False), ("", False)],
+)
+def test_an_adapter_that_names_another_base_is_loaded_with_a_warning(
+    named: str | None, warned: bool, llm: LLM, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = shutil.copytree(folder / "all" / "a", tmp_path / "named")
+    config = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": named}))
+    adapters(llm).load("a", path)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len([text for text in warnings if "was made for 'org/other' by its own account" in text]) == warned
+    assert len([text for text in warnings if "by its own account" in text]) == warned
+
+
+def test_loading_an_adapter_holds_up_no_stream(llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading and preparing it wait for steps of a running answer, and the steps for the load to begin."""
+    loaded, model = adapters(llm), adapters(llm)._model
+    steps, on, begun = 0, threading.Condition(), threading.Event()
+    missed = list[str]()
+    step, read, prepare = Engine.step, assembled._read, model.prepare
+
+    def counted(self: Engine, *given: Any) -> None:
+        nonlocal steps
+        step(self, *given)
+        with on:
+            steps += 1
+            on.notify_all()
+        if steps == 2:
+            begun.wait(LOAD_S)
+
+    def waits(what: str) -> None:
+        begun.set()
+        with on:
+            least = steps + 4
+            if not on.wait_for(lambda: steps >= least, 0.0 if missed else LOAD_S):
+                missed.append(what)
+
+    def reading(*given: Any) -> Any:
+        waits("read")
+        return read(*given)
+
+    def preparing(changes: Any) -> Any:
+        waits("prepared")
+        return prepare(changes)
+
+    monkeypatch.setattr(Engine, "step", counted)
+    monkeypatch.setattr(assembled, "_read", reading)
+    monkeypatch.setattr(model, "prepare", preparing)
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    handle = llm.submit(PROMPT, params)
+    loaded.load("a", folder / "all" / "a")
+    assert len([token for event in handle.events() for token in event.token_ids]) == 40
+    assert not missed
+    assert loaded.find("a") is not None
 
 
 def test_slots_are_counted() -> None:

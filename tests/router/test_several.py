@@ -1,4 +1,4 @@
-"""Three models, memory for two, and requests at random: processes as they are served."""
+"""Several models, memory for two, and requests at random: processes as they are served."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ from infer_router.machine import LocalMachine
 from infer_router.plan import several
 from infer_router.serve import gateway
 
-REQUESTS, WAVE = 48, 24
-KINDS: dict[str, dict[str, Any]] = {
+REQUESTS, WAVE = int(os.environ.get("REQUESTS", "48")), 24
+"""More of them, and of the models, are for an hour that is quiet: REQUESTS=300 MODELS=4."""
+EVERY: dict[str, dict[str, Any]] = {
     "a": {},
     "b": {"dtype": "float32"},
     "c": {"quantization": "int8"},
+    "d": {"quantization": "int4"},
 }
+KINDS = dict([*EVERY.items()][: int(os.environ.get("MODELS", "3"))])
 
 
 class Machine(LocalMachine):
@@ -56,7 +59,7 @@ class Machine(LocalMachine):
 
 
 def asked(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    name = rng.choice("abc")
+    name = rng.choice("".join(KINDS))
     body = {"prompt": rng.choice(("def ", "class ", "import ")), "max_tokens": 6, "seed": rng.randrange(3)}
     return name, body | {"logprobs": 2, "ignore_eos": True}
 

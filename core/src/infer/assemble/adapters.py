@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from infer.checkpoint import ending
-from infer.contracts.adapters import Adapter, AdapterReaderProtocol, AdaptersProtocol, AdaptingModel, LowRank
+from infer.contracts.adapters import Adapter, AdapterReaderProtocol, AdaptersProtocol, AdaptingModel, LowRank, NamesBase
 from infer.contracts.model import ModelProtocol
 from infer.contracts.sections import Settings
 from infer.engine.adapters import AdapterSlots
@@ -153,7 +153,14 @@ def _read(path: Path, settings: Settings, plugins: Plugins, config: Mapping[str,
     offer = plugins.choose("adapter", settings, [ending(path)])
     with Named(f"{offer.whose} cannot read {path}"):
         reader: AdapterReaderProtocol = offer.build(settings, path, config)
-        changes = reader.changes()
+        changes, base = reader.changes(), reader.base if isinstance(reader, NamesBase) else None
+    model = str(settings.model.path)
+    if base is not None and _last(base) != _last(model):
+        log.warning(
+            "the adapter at %s was made for %r by its own account, but the model is %r: unless only names differ, "
+            "its answers are of no use",
+            *(path, base[:200], model),
+        )
     most = settings.adapters.max_rank
     for place, change in changes.items():
         if len(change.a_RK) > most:
@@ -164,6 +171,11 @@ def _read(path: Path, settings: Settings, plugins: Plugins, config: Mapping[str,
     if not changes:
         raise CheckpointError(f"The adapter at {path} changes nothing.")
     return changes
+
+
+def _last(name: str) -> str:
+    """Of a hub id or path, what is the same wherever a model is kept."""
+    return name.rstrip("/").rpartition("/")[2].lower()
 
 
 @contextmanager

@@ -77,6 +77,15 @@ class AdaptingModel(Protocol):
         """None unless ``ModelContext.adapter_slots`` asks for some."""
 
 
+@runtime_checkable
+class NamesBase(Protocol):
+    """An adapter's reader that can also say which base it is for; optional."""
+
+    @property
+    def base(self) -> str | None:
+        """The base's hub id or path, as the adapter has it; None if it says none."""
+
+
 class AdapterReaderProtocol(Protocol):
     """An adapter's file or folder. Every method may raise CheckpointError."""
 

@@ -51,6 +51,11 @@ class PeftAdapter:
         self._config = self._read_config()
         self._check()
 
+    @property
+    def base(self) -> str | None:
+        named = self._config.get("base_model_name_or_path")
+        return named if isinstance(named, str) and named else None
+
     def changes(self) -> Mapping[str, LowRank]:
         factors: dict[str, dict[str, Tensor]] = {}
         for name, tensor in self._tensors().items():
