@@ -25,6 +25,7 @@ from infer_router.ingress import STATE
 from infer_router.plan import Plan
 from infer_router.serve import gateway
 from infer_router.settings import RouterSettings
+from infer_router.sizes import PROCESS_BYTES
 
 LIMIT_S = 60.0
 KEY = "the key of the processes"
@@ -74,6 +75,8 @@ class Machine:
         self.gate.set()
         self.loads: list[str] = []
         self.servers: list[Server] = []
+        self.rooms: list[bool] = []
+        """What it was told about room for a process that waits."""
 
     async def size(self, name: str) -> Mapping[str, Any]:
         return {"bytes": 4, "max_model_len": 512, "quantization": "int8", "format": "folder"}
@@ -86,7 +89,7 @@ class Machine:
         return server
 
     def may_spare(self, room: bool) -> None:
-        assert not room, "PROCESS_BYTES are more than these models have"
+        self.rooms.append(room)
 
 
 class Front:
@@ -142,6 +145,15 @@ async def test_a_request_goes_to_the_model_that_it_names(name: str, path: str) -
         assert (await f.post(path, {"model": name, "messages": [{}], "prompt": "x"}))[1] == {"by": "a"}
         assert f.machine.loads == ["b", "a"]
         assert all(headers["Authorization"] == f"Bearer {KEY}" for *_, headers, _ in f.machine.asked)
+
+
+@pytest.mark.parametrize(("less", "spare", "waits"), [(0, True, True), (0, False, False), (1, True, False)])
+async def test_a_process_waits_for_a_model_if_it_may_and_fits(less: int, spare: bool, waits: bool) -> None:
+    async with front({"a": "a"}, memory=4 + PROCESS_BYTES - less, spare=spare) as f:
+        assert (await f.post("/v1/completions", {"model": "a", "prompt": "x"}))[0] == 200
+        f.machine.rooms.clear()
+        assert (await f.post("/v1/completions", {"model": "a", "prompt": "x"}))[0] == 200
+        assert {*f.machine.rooms} == {waits}
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "GZIP"])
