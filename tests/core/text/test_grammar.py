@@ -210,11 +210,12 @@ def test_waiting_is_not_computing(llm: LLM) -> None:
 def test_grammars_that_are_remembered_stay_within_their_memory(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(llm.served.tokenizer, llm.served.vocab_size, [0])
     sources = [grammars.source(StructuredOutputs(regex=f"a{{{i}}}")) for i in range(1, 5)]
+    third = grammar.Checked(None, num_bytes=grammar.KEPT_BYTES // 3)
     for source in sources[:3]:
-        grammars.make(source, grammar.KEPT_BYTES // 3)
+        grammars.make(source, third)
     assert all(grammars.known(source) for source in sources[:3])
     grammars.known(sources[0])
-    grammars.make(sources[3], grammar.KEPT_BYTES // 3)
+    grammars.make(sources[3], third)
     assert [grammars.known(source) is not None for source in sources] == [True, False, True, True]
     monkeypatch.setattr(grammar, "MAX_CHARS", 50)
     with pytest.raises(RequestError, match="more than 50 characters"):

@@ -286,7 +286,7 @@ class Assembly(Blueprint):
             tokenizer=texts.tokenizer,
             encoder=Encoder(texts.tokenizer),
             template=texts.template,
-            tool_formats=[tool_format(settings, offer) for offer in formats],
+            tool_formats=[tool_format(settings, offer, texts.tokenizer) for offer in formats],
             reasoning=texts.reasoning,
             grammars=Grammars(texts.tokenizer, vocab_size, checkpoint.eos_token_ids),
             vocab_size=vocab_size,

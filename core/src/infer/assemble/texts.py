@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from infer.checkpoint import Checkpoint
 from infer.contracts.sections import Settings
-from infer.contracts.text import PartProtocol, ReasoningTags
+from infer.contracts.text import PartProtocol, ReasoningTags, ToolFormatRegistration
 from infer.errors import CheckpointError, PluginError, SettingsError
 from infer.plugins import inspection
 from infer.plugins.discovery import Offer, Plugins
@@ -42,9 +42,16 @@ def read_texts(settings: Settings, plugins: Plugins, checkpoint: Checkpoint, voc
     return Texts(read_tokenizer(settings.model.tokenizer, checkpoint, vocab_size, marks), template, reasoning)
 
 
-def tool_format(settings: Settings, offer: Offer) -> ToolFormat:
+def tool_format(settings: Settings, offer: Offer, tokenizer: Tokenizer) -> ToolFormat:
     """A way to write tool calls. What a plugin makes for an answer names the plugin in its errors."""
-    return ToolFormat(offer.name, lambda tools: CheckedPart(offer.build(settings, tools), offer.whose))
+    registration = offer.registration
+    assert isinstance(registration, ToolFormatRegistration)
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    return ToolFormat(
+        offer.name,
+        lambda tools: CheckedPart(offer.build(settings, tools), offer.whose),
+        registration.forms if added.isdisjoint(registration.unless) else (),
+    )
 
 
 def _reasoning(settings: Settings, plugins: Plugins, template: str) -> tuple[ReasoningTags | None, list[ReasoningTags]]:

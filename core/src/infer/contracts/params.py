@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -39,6 +39,28 @@ class StructuredOutputs(BaseModel):
     def _one(self) -> Self:
         if sum(value not in (None, False) or (name == "json_schema" and value is False) for name, value in self) != 1:
             raise ValueError("give exactly one of json, json_object, regex, choice and grammar")
+        return self
+
+
+class ToolGrammar(NamedTuple):
+    """The grammar of the text that a tool takes."""
+
+    name: str
+    """The tool's, as the model is shown it."""
+    syntax: Literal["lark", "regex"]
+    definition: str
+    param: str
+    """Where the request has the grammar."""
+
+
+class CallOutputs(StructuredOutputs):
+    """The format of an answer that may call tools whose inputs have grammars: see ``infer.text.call_grammars``. No
+    client gives it."""
+
+    spec: str
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
         return self
 
 

@@ -61,6 +61,24 @@ class ReasoningFactory(Protocol):
     def __call__(self, settings: Any, /) -> ReasoningTags: ...
 
 
+class CallForm(NamedTuple):
+    """One way to write a call of a function with one argument, ``input``, so that a grammar can say what the input is.
+    Regular expressions are Rust's, as they stand between slashes, and ``NAME`` is the function's name in them."""
+
+    header: str
+    """A regular expression for all of a call up to ``before``."""
+    named: str
+    """A regular expression for every other text by which the format's reader may take ``NAME`` to be called, or a part
+    of it: no text of an answer holds it but in a ``header``."""
+    before: str
+    """A regular expression for what stands between the header and the input."""
+    after: str
+    """A regular expression for what stands behind the input."""
+    closing: str | None
+    """What the input does not hold, and ``after`` begins with behind a line break. None: the input stands in a JSON
+    string."""
+
+
 @dataclass(frozen=True)
 class ToolFormatRegistration(Registration[ToolFormatFactory]):
     """A way in which a model family writes tool calls. ``auto`` tries formats in order of ``priority``: formats whose
@@ -69,3 +87,7 @@ class ToolFormatRegistration(Registration[ToolFormatFactory]):
     marks: tuple[str, ...] = ()
     """The complete tokens that mark calls, such as ``[TOOL_CALLS]``. If the tokenizer has them as special tokens, they
     are kept in an answer's text, which otherwise leaves special tokens out."""
+    forms: tuple[CallForm, ...] = ()
+    """The ways to write a call, as far as the model may be held to a grammar in it; none if it cannot be."""
+    unless: tuple[str, ...] = ()
+    """Tokens of checkpoints that write calls in other ways, too, for which ``forms`` do not hold."""

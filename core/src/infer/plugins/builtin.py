@@ -106,9 +106,17 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
             scripted(objects.tagged),
             "JSON objects between tags (Qwen, Hermes, Command, Apertus, Nemotron Nano, GigaChat)",
             marks=objects.TOKENS,
+            forms=(objects.FORM,),
+            unless=(objects.KEYED,),
         ),
         *(
-            ToolFormatRegistration(name, scripted(functools.partial(xml.xml, name=name)), says, marks=xml.TOKENS[name])
+            ToolFormatRegistration(
+                name,
+                scripted(functools.partial(xml.xml, name=name)),
+                says,
+                marks=xml.TOKENS[name],
+                forms=(xml.FORM,) if name == "xml" else (),
+            )
             for name, says in xmls.items()
         ),
         *(
@@ -117,12 +125,18 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
             )
             for name, says in sectioned.items()
         ),
-        ToolFormatRegistration("action", scripted(objects.announced), "JSON objects behind Action: (Command R)"),
+        ToolFormatRegistration(
+            "action", scripted(objects.announced), "JSON objects behind Action: (Command R)", forms=(objects.FORM,)
+        ),
         ToolFormatRegistration(
             "gemma", scripted(gemma.gemma), "objects with tokens around strings (Gemma 4)", marks=gemma.TOKENS
         ),
         ToolFormatRegistration(
-            "mistral", scripted(mistral.mistral), "JSON behind [TOOL_CALLS] (Mistral)", marks=mistral.TOKENS
+            "mistral",
+            scripted(mistral.mistral),
+            "JSON behind [TOOL_CALLS] (Mistral)",
+            marks=mistral.TOKENS,
+            forms=mistral.FORMS,
         ),
         ToolFormatRegistration(
             "harmony", scripted(harmony.harmony), "messages to functions, in channels (gpt-oss)", marks=harmony.TOKENS
@@ -131,7 +145,12 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
             "python", scripted(python.python), "Python's calls (Llama 4, LFM2)", priority=-10, marks=python.TOKENS
         ),
         ToolFormatRegistration(
-            "json", scripted(objects.bare), "bare JSON objects (Llama 3)", priority=-20, marks=(objects.PYTHON_TAG,)
+            "json",
+            scripted(objects.bare),
+            "bare JSON objects (Llama 3)",
+            priority=-20,
+            marks=(objects.PYTHON_TAG,),
+            forms=(objects.FORM,),
         ),
     ]
 

@@ -8,7 +8,7 @@ import json
 from infer.contracts.params import StructuredOutputs
 from infer.errors import QueueFullError
 from infer.server.http.children import Child, ChildError, KilledError
-from infer.text.grammar import Grammar, Grammars, refused
+from infer.text.grammar import Fault, Grammar, Grammars, refused, told
 
 SECONDS = 5.0
 MEMORY = 1 << 29
@@ -48,14 +48,14 @@ class Compiler:
 
     async def _make(self, source: str) -> Grammar:
         try:
-            checked = json.loads(await self._child.ask(source.encode()))
+            checked = told(await self._child.ask(source.encode()))
         except KilledError as error:
             raise refused(f"{error}; try again later, or give a simpler one") from None  # and not remembered
         except ChildError as error:
-            raise self._grammars.refuse(source, f"{error}; give a simpler one") from None
-        if checked["fault"] is not None:
-            raise self._grammars.refuse(source, checked["fault"])
-        return await asyncio.to_thread(self._grammars.make, source, checked["num_bytes"])
+            raise self._grammars.refuse(source, Fault(f"{error}; give a simpler one")) from None
+        if checked.fault is not None:
+            raise self._grammars.refuse(source, checked.fault)
+        return await asyncio.to_thread(self._grammars.make, source, checked)
 
     async def close(self) -> None:
         await self._child.close()

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 from tokenizers import Tokenizer
 
 from infer.assemble.served import Served
-from infer.contracts.params import SamplingParams
+from infer.contracts.params import CallOutputs, SamplingParams
 from infer.contracts.request import ThinkingTokens
 from infer.contracts.sections import ModelSettings
 from infer.contracts.text import ReasoningTags
@@ -19,6 +19,7 @@ from infer.server.http.body import Body
 from infer.server.http.parsing import checked
 from infer.server.rendering import Renderer
 from infer.server.replies import Reply, ToolUse
+from infer.text import call_grammars
 from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL, REASONING, TemplateStyle, effort_variables
 from infer.text.tool_formats import ToolFormat, recognize
 from infer.text.tools import opens_reasoning
@@ -59,6 +60,8 @@ class Conversation:
         self._probed: TemplateStyle | None = None
         self.tool_format: ToolFormat | None = None
         """How the model writes tool calls; None if unknown. ``prepare`` sets it."""
+        self._told: set[str] = set()
+        """The formats of which the log has said that they hold no grammars."""
 
     async def prepare(self) -> None:
         """Find out how the chat template writes tool calls, unless the settings say it. Call this first."""
@@ -145,7 +148,7 @@ class Conversation:
         self, body: ConversationBody, sampling: Callable[..., SamplingParams], tools: ToolUse = NO_TOOLS
     ) -> Reply:
         """The reply that a body asks for. ``sampling`` makes its sampling parameters, and takes the
-        ``structured_outputs`` that a forced call needs. Raises RequestError."""
+        ``structured_outputs`` that calls need. Raises RequestError."""
         if tools.offered and tools.forced is None and self.tool_format is None:
             raise RequestError(
                 "The format in which this model's chat template writes tool calls is unknown; set model.tool_format, "
@@ -157,14 +160,20 @@ class Conversation:
         overrides = {} if outputs is None else {"structured_outputs": outputs}
         params = self._served.defaulted(checked(lambda: sampling(**overrides), type(cast(Body, body))))
         tags = self._served.reasoning
+        free = False  # whether the format leaves all but calls free
+        if outputs is None and params.structured_outputs is None and (held := self._held(tools)):
+            free = True
+            params = self._served.defaulted(checked(lambda: sampling(structured_outputs=held), type(cast(Body, body))))
         thinking = tags is not None and opens_reasoning(prompt, tags)
         end = self._tag_tokens[1] if thinking else ()
+        # Whether a format applies from the first token on, so that there is no reasoning.
+        bound = params.structured_outputs is not None and not end and not free
         tokens = None if tags is None else self._thinking_tokens(tags, thinking)
         if tokens is None:
             why = "this model does not reason"
             if tags is not None:
                 why = f"this model reasons between {tags.opening} and {tags.closing}, which are no tokens of its own"
-            if params.thinking_token_budget is not None and (end or params.structured_outputs is None):
+            if params.thinking_token_budget is not None and not bound:
                 raise RequestError(
                     f"thinking_token_budget has no effect: {why}; leave it out.", param="thinking_token_budget"
                 )
@@ -177,10 +186,27 @@ class Conversation:
         elif effort is not None and params.thinking_token_budget is None:
             budget = 0 if effort == "none" else self._budgets.get(effort)
             params = params.model_copy(update={"thinking_token_budget": budget})
-        if params.structured_outputs is not None and not end:
-            # The format applies from the first token on, so that there is no reasoning.
+        if bound:
             tags, tokens, params = None, None, params.model_copy(update={"thinking_token_budget": None})
         return Reply(prompt, params, tools, self.tool_format, tags, thinking, end, tokens)
+
+    def _held(self, tools: ToolUse) -> CallOutputs | None:
+        """What holds calls in a free reply to the grammars of their inputs. None if nothing does: the log says so, if
+        that is because of how the model writes calls."""
+        if not tools.held or self.tool_format is None:
+            return None
+        tags = self._served.reasoning
+        if not self.tool_format.forms or (tags is not None and tags.reader is not None):
+            if self.tool_format.name not in self._told:
+                self._told.add(self.tool_format.name)
+                log.warning(
+                    "the model is only told of the grammars of tools unless a call is forced: in calls of "
+                    "model.tool_format = %s it cannot be held to them",
+                    self.tool_format.name,
+                )
+            return None
+        around = None if tags is None else (tags.opening, tags.closing)
+        return call_grammars.within(tools.held, self.tool_format.forms, self._served.tokenizer, around)
 
     def _thinking_tokens(self, tags: ReasoningTags, opened: bool) -> ThinkingTokens | None:
         """The tokens around the reasoning; None if they are not always the same."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from infer.contracts.params import SamplingParams, StructuredOutputs
+from infer.contracts.params import SamplingParams, StructuredOutputs, ToolGrammar
 from infer.contracts.request import ThinkingTokens
 from infer.contracts.text import PartProtocol, ReasoningTags
 from infer.server.thoughts import Thoughts
 from infer.server.tokens import Tokens
+from infer.text import call_grammars
 from infer.text.tool_formats import ToolFormat
 from infer.text.tools import Whole, calls_schema, make_parser
 
@@ -30,14 +31,33 @@ class ToolUse:
     """Whether the reply may hold more than one call."""
     custom: Collection[str] = ()
     """The names of those that take a text."""
-    input_format: StructuredOutputs | None = None
-    """What the text follows that the one ``forced`` tool takes, if any text will not do. The reply is that text."""
+    grammars: Mapping[str, ToolGrammar] = field(default_factory=dict)
+    """The grammars of the texts that some of those take, by their names."""
+
+    @property
+    def whole(self) -> ToolGrammar | None:
+        """The grammar of the whole reply, if that is the text which the one ``forced`` tool takes."""
+        if self.forced is None or len(self.forced) != 1:
+            return None
+        return self.grammars.get(self.forced[0]["function"]["name"])
+
+    @property
+    def held(self) -> list[ToolGrammar]:
+        """The grammars of those that the reply may call."""
+        may = self.offered if self.forced is None else self.forced
+        names = [tool["function"]["name"] for tool in may]
+        return [self.grammars[name] for name in names if name in self.grammars]
 
     def outputs(self) -> StructuredOutputs | None:
         """The format of a reply that must call a tool."""
-        if self.forced is None or self.input_format is not None:
-            return self.input_format
-        return StructuredOutputs(json_schema=calls_schema(self.forced, None if self.parallel else 1))
+        if self.forced is None:
+            return None
+        if self.whole is not None:
+            return call_grammars.whole(self.whole)
+        most = None if self.parallel else 1
+        if self.held:
+            return call_grammars.listed(self.forced, self.grammars, most)
+        return StructuredOutputs(json_schema=calls_schema(self.forced, most))
 
 
 @dataclass(frozen=True)
@@ -59,10 +79,9 @@ class Reply:
 
     def parser(self) -> PartProtocol:
         """A parser of one answer's text."""
-        if self.tools.forced is not None and self.tools.input_format is not None:
-            (tool,) = self.tools.forced
+        if self.tools.whole is not None:
             part = make_parser({}, None, tags=self.tags, thinking=self.thinking, exact=True)
-            return Whole(part, tool["function"]["name"])
+            return Whole(part, self.tools.whole.name)
         known = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools.offered}
         return make_parser(
             known,

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from infer.contracts.params import ToolGrammar
 from infer.server.http.body import Body, Many, Text
 
 MAX_TOOLS = 128
@@ -48,10 +49,31 @@ class PlainFormat(Body):
     type: Literal["text"]
 
 
+class Grammar(Body):
+    """What the text follows that a tool takes."""
+
+    syntax: Literal["lark", "regex"]
+    definition: Text
+
+    def of(self, name: str, param: str) -> ToolGrammar:
+        """The grammar of the tool of that name. ``param`` is where the body has it."""
+        return ToolGrammar(name, self.syntax, self.definition, param)
+
+    def told(self) -> str:
+        """What the tool's description says of it."""
+        kind = "regular expression" if self.syntax == "regex" else "Lark grammar"
+        return f"The input must match this {kind}:\n{self.definition}"
+
+
+class GrammarFormat(Body):
+    type: Literal["grammar"]
+    grammar: Grammar
+
+
 class Custom(Body):
     name: ToolName
     description: str | None = None
-    format: PlainFormat | None = Field(None, description="text, as without it: grammars are not supported.")
+    format: Annotated[PlainFormat | GrammarFormat, Field(discriminator="type")] | None = None
 
 
 class CustomTool(Body):
@@ -64,10 +86,22 @@ class CustomTool(Body):
     def name(self) -> str:
         return self.custom.name
 
+    @property
+    def grammar(self) -> Grammar | None:
+        return self.custom.format.grammar if isinstance(self.custom.format, GrammarFormat) else None
+
     def shown(self) -> dict[str, Any]:
         """The tool as chat templates take it."""
-        function = self.custom.model_dump(exclude_none=True, exclude={"format"}) | {"parameters": TEXT_PARAMETERS}
-        return {"type": "function", "function": function}
+        return {"type": "function", "function": text_function(self.name, self.custom.description, self.grammar)}
+
+
+def text_function(name: str, description: str | None, grammar: Grammar | None) -> dict[str, Any]:
+    """The function that the model is shown in place of a tool that takes a text."""
+    function: dict[str, Any] = {"name": name}
+    about = [description, grammar and grammar.told()]
+    if said := "\n\n".join(text for text in about if text):
+        function["description"] = said
+    return function | {"parameters": TEXT_PARAMETERS}
 
 
 Tool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]

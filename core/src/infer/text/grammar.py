@@ -17,19 +17,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
-from infer.contracts.params import StructuredOutputs
+from infer.contracts.params import CallOutputs, StructuredOutputs
 from infer.errors import RequestError
+from infer.text import call_grammars
+from infer.text.call_grammars import WHITESPACE, ToolGrammarError
 
 Bits = np.ndarray[tuple[int], np.dtype[np.int32]]
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-"""Whitespace between the parts of a JSON text: enough for indentation, but bounded, so that an answer cannot go on with
-whitespace for ever."""
 FORCED = 64
 """A new grammar is checked by following it through at most this many tokens, as long as only one token is allowed. It
 is refused if that leads to a point where none is."""
@@ -205,7 +204,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Grammar | str] = OrderedDict()
+        self._kept: OrderedDict[str, Grammar | Fault] = OrderedDict()
         """Per source the compiled grammar, or the reason why it cannot be compiled; the least recently used first."""
 
     def compile(self, outputs: StructuredOutputs) -> Grammar:
@@ -236,28 +235,29 @@ class Grammars:
             if kept is None:
                 return None
             self._kept.move_to_end(source)
-        fault = kept if isinstance(kept, str) else kept.fault
+        fault = kept if isinstance(kept, Fault) else None if kept.fault is None else Fault(kept.fault)
         if fault is not None:
-            raise refused(fault)
+            raise fault.error()
         assert isinstance(kept, Grammar)
         return kept
 
-    def make(self, source: str, num_bytes: int | None = None) -> Grammar:
-        """Compile and cache a grammar. ``num_bytes`` is about its size in memory; it is given if the grammar has been
-        checked already. Raises RequestError."""
-        matcher = LLMatcher(self.tokenizer, source, log_level=0, limits=LIMITS)
-        if num_bytes is None and (fault := first_fault(matcher)):
-            raise self.refuse(source, fault)
-        grammar = Grammar(matcher, self.tokenizer.vocab_size, num_bytes or 0)
+    def make(self, source: str, checked: Checked | None = None) -> Grammar:
+        """Compile and cache a grammar, which may have been ``checked`` already. Raises RequestError."""
+        if checked is None:
+            checked = check(self.tokenizer, source, self._eos_token_ids)
+        if checked.fault is not None:
+            raise self.refuse(source, checked.fault)
+        matcher = LLMatcher(self.tokenizer, checked.text or source, log_level=0, limits=LIMITS)
+        grammar = Grammar(matcher, self.tokenizer.vocab_size, checked.num_bytes)
         self._keep(source, grammar)
         return grammar
 
-    def refuse(self, source: str, fault: str) -> RequestError:
+    def refuse(self, source: str, fault: Fault) -> RequestError:
         """Cache the reason why ``source`` cannot be compiled, and return the error to raise."""
         self._keep(source, fault)
-        return refused(fault)
+        return fault.error()
 
-    def _keep(self, source: str, result: Grammar | str) -> None:
+    def _keep(self, source: str, result: Grammar | Fault) -> None:
         with self._lock:
             self._kept[source] = result
             sizes = [g.num_bytes if isinstance(g, Grammar) else 0 for g in self._kept.values()]
@@ -287,6 +287,44 @@ class Grammars:
         return plain.to_str(), max(self._vocab_size, plain.get_vocab_size()), self._eos_token_ids
 
 
+class Fault(NamedTuple):
+    """Why a grammar cannot be used."""
+
+    text: str
+    param: str | None = None
+    """Where the request has what is wrong; None if it is the whole grammar, and ``text`` no sentence then."""
+
+    def error(self) -> RequestError:
+        return refused(self.text) if self.param is None else RequestError(f"{_short(self.text)}.", param=self.param)
+
+
+class Checked(NamedTuple):
+    """What is known of a source before it is compiled."""
+
+    text: str | None
+    """The grammar as llguidance reads it; None if it is the source."""
+    fault: Fault | None = None
+    num_bytes: int = 0
+    """About its size in memory."""
+
+
+def check(tokenizer: LLTokenizer, source: str, stops: Collection[int]) -> Checked:
+    """Find out whether a source can be compiled. ``stops`` are the tokens that end answers."""
+
+    def fault_of(text: str) -> str | None:
+        return first_fault(LLMatcher(tokenizer, text, log_level=0, limits=LIMITS))
+
+    text = None
+    if source.startswith(call_grammars.PREFIX):
+        try:
+            text = call_grammars.compiled(source, lambda own: (fault := fault_of(own)) and _short(fault), stops)
+        except ToolGrammarError as error:
+            return Checked(None, Fault(str(error), error.param))
+    before = _resident()
+    fault = fault_of(text or source)
+    return Checked(text, None if fault is None else Fault(fault), max(0, _resident() - before))
+
+
 def refused(fault: str) -> RequestError:
     return RequestError(f"The structured output cannot be compiled: {_short(fault)}.", param="structured_outputs")
 
@@ -310,16 +348,17 @@ def first_fault(matcher: LLMatcher) -> str | None:
 
 
 def worker(first: bytes) -> Callable[[bytes], bytes]:
-    """The work of a child process (see ``server/http/children.py``): from a grammar's source, find out why it cannot be
-    used, if so (``fault``), and about how much memory it takes (``num_bytes``). ``first`` is the vocabulary as JSON."""
-    tokenizer = LLTokenizer(*json.loads(first))
+    """The work of a child process (see ``server/http/children.py``): ``check`` a grammar's source. The answer is what
+    ``told`` reads. ``first`` is the vocabulary as JSON."""
+    vocabulary = json.loads(first)
+    tokenizer = LLTokenizer(*vocabulary)
+    return lambda source: json.dumps(check(tokenizer, source.decode(), vocabulary[-1])).encode()
 
-    def answer(source: bytes) -> bytes:
-        before = _resident()
-        fault = first_fault(LLMatcher(tokenizer, source.decode(), log_level=0, limits=LIMITS))
-        return json.dumps({"fault": fault, "num_bytes": max(0, _resident() - before)}).encode()
 
-    return answer
+def told(answer: bytes) -> Checked:
+    """What a child process has found out."""
+    text, fault, num_bytes = json.loads(answer)
+    return Checked(text, None if fault is None else Fault(*fault), num_bytes)
 
 
 def _resident() -> int:
@@ -342,6 +381,8 @@ def _long(outputs: StructuredOutputs) -> bool:
 
 
 def _source(outputs: StructuredOutputs) -> str:
+    if isinstance(outputs, CallOutputs):
+        return outputs.spec
     if outputs.regex is not None:
         return str(LLMatcher.grammar_from_regex(outputs.regex))
     if outputs.grammar is not None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import from_json, to_json
 
-from infer.contracts.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
+from infer.contracts.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, ToolGrammar
 from infer.contracts.sections import LONGEST_TIMEOUT_S
 from infer.server import input_items
 from infer.server.http.body import Body, Many, typed
@@ -24,7 +24,6 @@ from infer_agents.response_tools import (
     MAX_OFFERS,
     AllowedTools,
     CloudTool,
-    CustomTool,
     NamedTool,
     Offer,
     Tool,
@@ -410,18 +409,22 @@ class ResponsesRequest(Body):
         forced = None
         if self._forces:
             forced = offered if self._offered is self._chosen else shown(self._chosen)
-        only = self._chosen[0].tool if self._forces and len(self._chosen) == 1 else None
-        grammar = only.grammar if isinstance(only, CustomTool) else None
         return ToolUse(
             offered,
             forced,
             self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool),
             {offer.name for offer in self.offers if offer.custom},
-            None if grammar is None else grammar.outputs(),
+            self._grammars,
         )
 
+    @property
+    def _grammars(self) -> dict[str, ToolGrammar]:
+        return {offer.name: offer.grammar for offer in self.offers if offer.grammar is not None}
+
     def client_name(self, param: str) -> str:
-        return "tools" if param == "structured_outputs" and self._forces else super().client_name(param)
+        if param == "structured_outputs" and (self._forces or (self._grammars and self.text.format.outputs() is None)):
+            return "tools"
+        return super().client_name(param)
 
     def sampling(self, **overrides: Any) -> SamplingParams:
         """The sampling parameters, with ``overrides``. Of temperature, top_p and top_k, their ``model_fields_set`` has

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from infer.contracts.params import StructuredOutputs
+from infer.contracts.params import ToolGrammar
 from infer.server.http.body import Body, Many, Text
 from infer.server.messages import Kept
-from infer.server.tools import MAX_TOOLS, TEXT_PARAMETERS, PlainFormat, ToolName, namespaced
+from infer.server.tools import MAX_TOOLS, Grammar, PlainFormat, ToolName, namespaced, text_function
 
 CLOUD = (
     *("web_search", "file_search", "tool_search", "image_generation", "code_interpreter", "programmatic_tool_calling"),
@@ -63,41 +63,23 @@ class FunctionTool(_Tool):
         return self.model_dump(exclude_none=True, include={"name", "description", "parameters", "strict"})
 
 
-class Grammar(Body):
+class GrammarFormat(Grammar):
     type: Literal["grammar"]
-    syntax: Literal["lark", "regex"]
-    definition: Text
-
-    def outputs(self) -> StructuredOutputs:
-        if self.syntax == "regex":
-            return StructuredOutputs(regex=self.definition)
-        return StructuredOutputs(grammar=self.definition)
-
-    def told(self) -> str:
-        """What the tool's description says of it."""
-        kind = "regular expression" if self.syntax == "regex" else "Lark grammar"
-        return f"The input must match this {kind}:\n{self.definition}"
 
 
 class CustomTool(_Tool):
     """A tool that takes a text. The model is shown a function with one parameter, ``input``."""
 
     type: Literal["custom"]
-    format: Annotated[PlainFormat | Grammar, Field(discriminator="type")] | None = Field(
-        None, description="A grammar is kept to if tool_choice forces the tool; otherwise the model is only told of it."
-    )
+    format: Annotated[PlainFormat | GrammarFormat, Field(discriminator="type")] | None = None
 
     @property
-    def grammar(self) -> Grammar | None:
-        return self.format if isinstance(self.format, Grammar) else None
+    def grammar(self) -> GrammarFormat | None:
+        return self.format if isinstance(self.format, GrammarFormat) else None
 
     def shown(self) -> dict[str, Any]:
         """The function as chat templates take it."""
-        function: dict[str, Any] = {"name": self.name}
-        about = [self.description, self.grammar and self.grammar.told()]
-        if said := "\n\n".join(text for text in about if text):
-            function["description"] = said
-        return function | {"parameters": TEXT_PARAMETERS}
+        return text_function(self.name, self.description, self.grammar)
 
 
 class Namespace(Body):
@@ -129,6 +111,13 @@ class Offer:
     name: str
     tool: FunctionTool | CustomTool
     namespace: Namespace | None = None
+    param: str = ""
+    """Where the body has the tool."""
+
+    @property
+    def grammar(self) -> ToolGrammar | None:
+        found = self.tool.grammar if isinstance(self.tool, CustomTool) else None
+        return None if found is None else found.of(self.name, f"{self.param}.format")
 
     @property
     def custom(self) -> bool:
@@ -144,12 +133,13 @@ class Offer:
 
 def offers(tools: Iterable[FunctionTool | CustomTool | Namespace | CloudTool]) -> Iterator[Offer]:
     """The tools that the model can be shown. Those that only a cloud has are not among them."""
-    for tool in tools:
+    for i, tool in enumerate(tools):
         match tool:
             case Namespace():
-                yield from (Offer(namespaced(tool.name, each.name), each, tool) for each in tool.tools)
+                for j, each in enumerate(tool.tools):
+                    yield Offer(namespaced(tool.name, each.name), each, tool, f"tools[{i}].tools[{j}]")
             case FunctionTool() | CustomTool():
-                yield Offer(tool.name, tool)
+                yield Offer(tool.name, tool, None, f"tools[{i}]")
 
 
 def shown(offered: Iterable[Offer]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from aiohttp import web
 from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
-from infer.contracts.params import MAX_LOGPROBS, SamplingParams
+from infer.contracts.params import MAX_LOGPROBS, SamplingParams, ToolGrammar
 from infer.contracts.request import FinishReason, Request, TokenLogprobs
 from infer.contracts.server import Route
 from infer.server.events import Events, Json
@@ -143,10 +143,19 @@ class ChatRequest(SamplingBody):
             [tool.shown() for tool in self._possible_tools] if self._forced else None,
             self.parallel_tool_calls and not named,
             {tool.name for tool in self.tools or () if isinstance(tool, CustomTool)},
+            self._grammars,
         )
 
+    @property
+    def _grammars(self) -> dict[str, ToolGrammar]:
+        return {
+            tool.name: tool.grammar.of(tool.name, f"tools[{i}].custom.format.grammar")
+            for i, tool in enumerate(self.tools or ())
+            if isinstance(tool, CustomTool) and tool.grammar is not None
+        }
+
     def client_name(self, param: str) -> str:
-        if param == "structured_outputs" and self._forced:
+        if param == "structured_outputs" and (self._forced or (self._grammars and self.outputs() is None)):
             return "tools"
         return (
             "max_completion_tokens" if param == "max_tokens" and self.max_tokens is None else super().client_name(param)

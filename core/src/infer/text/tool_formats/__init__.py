@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from infer.contracts.text import PartProtocol, Tools
+from infer.contracts.text import CallForm, PartProtocol, Tools
 from infer.errors import PluginError
 
 log = logging.getLogger(__name__)
@@ -19,6 +19,8 @@ class ToolFormat(NamedTuple):
 
     name: str
     reader: Callable[[Tools], PartProtocol]
+    forms: tuple[CallForm, ...] = ()
+    """The ways to write a call in which the checkpoint may be held to a grammar; none if it cannot be."""
 
 
 def recognize(formats: Iterable[ToolFormat], text: str, tools: Tools, call: tuple[str, object]) -> ToolFormat | None:

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import re
 
-from infer.contracts.text import Piece, Tools
-from infer.text.tool_formats.objects import calls
-from infer.text.tool_formats.reader import Marks, Reader, Steps, ahead, arguments, comes, prose, spaces
+from infer.contracts.text import CallForm, Piece, Tools
+from infer.text.tool_formats.objects import FORM, calls
+from infer.text.tool_formats.reader import SPACE, Marks, Reader, Steps, ahead, arguments, comes, prose, spaces
 
 MARK = "[TOOL_CALLS]"
 TOKENS = (MARK, "[CALL_ID]", "[ARGS]")
 _MARKS = Marks(MARK)
 _NAMED = re.compile(r"([\w.:-]{1,128})\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\]\s*)?(?=[{\"])")
+FORMS = (
+    FORM,
+    CallForm(
+        header=r"\[TOOL_CALLS\]\s*NAME\s*(\[CALL_ID\]\s*[\w-]{0,64}\s*)?(\[ARGS\]\s*)?\{",
+        named=r"\[TOOL_CALLS\][\s\x1c-\x1f]*NAME[^A-Za-z0-9_.:-]",
+        before=rf'{SPACE}"input"{SPACE}:{SPACE}"',
+        after=rf'"{SPACE}\}}',
+        closing=None,
+    ),
+)
 
 
 def mistral(reader: Reader, tools: Tools) -> Steps[None]:

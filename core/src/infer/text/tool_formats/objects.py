@@ -9,8 +9,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from infer.contracts.text import Piece, Tools
+from infer.contracts.text import CallForm, Piece, Tools
 from infer.text.tool_formats.reader import (
+    SPACE,
     Extent,
     Marks,
     Reader,
@@ -59,6 +60,18 @@ HEADER = re.compile(
     r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"(?:tool_)?name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
 )
+_S = r"[ \n\r\t]*"
+_ID = r"[\w-]{0,64}"
+FORM = CallForm(
+    header=rf'\{{{_S}("type"{_S}:{_S}"function"{_S},{_S})?("tool_call_id"{_S}:{_S}"{_ID}"{_S},{_S})?'
+    rf'"(tool_)?name"{_S}:{_S}"NAME"{_S},{_S}"(arguments|parameters)"{_S}:',
+    named=rf'"(name|tool_name|function)"{_S}:{_S}"(NAME"|[^"\\]*\\u00[4-7])',
+    before=rf'{SPACE}\{{{SPACE}"input"{SPACE}:{SPACE}"',
+    after=rf'"{SPACE}\}}{SPACE}(,{SPACE}"id"{SPACE}:{SPACE}"{_ID}"{SPACE})?\}}',
+    closing=None,
+)
+"""An object with its keys in the order in which templates write them. What ``named`` names are other orders, and the
+escapes by which JSON can write the same name."""
 _OPENING = re.compile(r'\{\s*(?:"([^"]*)("?)|(\S))?')
 _NO_LETTER = re.compile(r"[^A-Za-z_]")
 _NO_SEPARATOR = re.compile(r"[^\s,;]")

@@ -20,6 +20,8 @@ T = TypeVar("T")
 TAIL = 64
 LOOK_AHEAD = 512
 """What stands before a call's arguments is not longer."""
+SPACE = r"[ \n\r\t]{0,20}"
+"""A regular expression for white space in a call that a grammar holds, bounded as ``WHITESPACE`` is."""
 Steps = Generator[Piece | None, None, T]
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from infer.contracts.text import Piece, Tools
+from infer.contracts.text import CallForm, Piece, Tools
 from infer.text.tool_formats.reader import (
     LOOK_AHEAD,
     Marks,
@@ -25,6 +25,9 @@ from infer.text.tool_formats.reader import (
     dumped,
     prose,
     spaces,
+)
+from infer.text.tool_formats.reader import (
+    SPACE as WHITE,
 )
 
 MOST_NESTED = 64
@@ -112,6 +115,14 @@ QWEN = Dialect(
     _around("tool_call", "seed:tool_call"),
     within=("\n", "\n"),
 )
+FORM = CallForm(
+    header="<function=NAME>",
+    named="<function=NAME>",
+    before=rf"{WHITE}<parameter=input>\n",
+    after=rf"\n<\/parameter>{WHITE}<\/function>",
+    closing="</parameter>",
+)
+"""``QWEN``'s."""
 DSML = "｜DSML｜"
 SPACE = "]<]minimax[>["
 """What MiniMax M3's tags begin with: a token that text does not contain."""
