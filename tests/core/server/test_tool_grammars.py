@@ -129,3 +129,13 @@ async def test_another_format_for_the_answer_comes_first(server: Running) -> Non
     assert called(answer) == ('{"a": 1}', [])
     status, answer, _ = await server.post(asked(CHAT, ignore_eos=True), CHAT)
     assert (status, "ignore_eos" in answer["error"]["message"]) == (400, True)
+
+
+async def test_reasoning_stays_where_a_tool_has_a_grammar(server: Running) -> None:
+    thought = f"<think>Shall I {written('patch', {'input': 'x'})}?</think>"
+    answer = await ask(server, CHAT, asked(CHAT), f"{thought}\nSo. {written('patch', {'input': GOOD})}")
+    message = answer["choices"][0]["message"]
+    assert message["reasoning_content"] == f"Shall I {written('patch', {'input': 'x'})}?"
+    assert called(answer) == ("So. ", [("patch", GOOD)])
+    stopped = await ask(server, CHAT, asked(CHAT, stop=["abc"]), written("patch", {"input": GOOD}))
+    assert called(stopped) == ("", [("patch", "+++ ")])

@@ -84,7 +84,7 @@ def matcher(outputs: CallOutputs) -> LLMatcher:
 
 def free(format: str, tools: Sequence[ToolGrammar] = TOOLS) -> CallOutputs:
     tokenizer: Any = Marked()
-    return call_grammars.within(tools, FORMS[format], tokenizer, TAGS[:2])
+    return call_grammars.within(tools, FORMS[format], call_grammars.visible(tokenizer), TAGS[:2])
 
 
 STARTS = {format: matcher(free(format)) for format in FORMS}

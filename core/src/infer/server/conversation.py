@@ -206,12 +206,16 @@ class Conversation:
                 )
             return None
         around = None if tags is None else (tags.opening, tags.closing)
-        return call_grammars.within(tools.held, self.tool_format.forms, self._served.tokenizer, around)
+        return call_grammars.within(tools.held, self.tool_format.forms, self._visible_tokens, around)
 
     def _thinking_tokens(self, tags: ReasoningTags, opened: bool) -> ThinkingTokens | None:
         """The tokens around the reasoning; None if they are not always the same."""
         opening, closing = self._tag_tokens
         return ThinkingTokens(opening, closing, opened) if (opening or opened) and closing and not tags.reader else None
+
+    @functools.cached_property
+    def _visible_tokens(self) -> Mapping[str, int]:
+        return call_grammars.visible(self._served.tokenizer)
 
     @functools.cached_property
     def _tag_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -52,11 +52,11 @@ def listed(functions: Sequence[Mapping[str, Any]], tools: Mapping[str, ToolGramm
 
 
 def within(
-    tools: Sequence[ToolGrammar], forms: Sequence[CallForm], tokenizer: Tokenizer, tags: tuple[str, str] | None
+    tools: Sequence[ToolGrammar], forms: Sequence[CallForm], tokens: Mapping[str, int], tags: tuple[str, str] | None
 ) -> CallOutputs:
-    """The format of a free answer that may call ``tools`` in one of the ``forms``. It may begin with reasoning between
-    ``tags``, in which nothing is held to anything."""
-    return CallOutputs(spec=_spec("within", tools, forms=forms, tags=tags, tokens=_visible(tokenizer)))
+    """The format of a free answer that may call ``tools`` in one of the ``forms``, and hold the ``visible`` tokens. It
+    may begin with reasoning between ``tags``, in which nothing is held to anything."""
+    return CallOutputs(spec=_spec("within", tools, forms=forms, tags=tags, tokens=tokens))
 
 
 def compiled(source: str, fault: Callable[[str], str | None], stops: Collection[int]) -> str:
@@ -81,7 +81,7 @@ def _spec(kind: str, tools: Sequence[ToolGrammar], **more: Any) -> str:
     return json.dumps({"calls": {"kind": kind, "tools": [tool._asdict() for tool in tools], **more}})
 
 
-def _visible(tokenizer: Tokenizer) -> dict[str, int]:
+def visible(tokenizer: Tokenizer) -> dict[str, int]:
     """The added tokens that are part of an answer's text and that llguidance takes for special ones, with their ids."""
     added = tokenizer.get_added_tokens_decoder().items()
     return {token.content: id for id, token in added if not token.special and re.fullmatch("(?s)<.*>", token.content)}
