@@ -19,9 +19,7 @@ REQUEST: Body = {
     "temperature": 0,
     "chat_template_kwargs": {"enable_thinking": True},
 }
-REFUSED = [f"{kind}_penalty" for kind in ("presence", "frequency", "repetition")]
-REFUSED += ["min_tokens", "min_p", "n", "stop_token_ids", "ignore_eos"]
-REFUSED += ["logit_bias", "logprobs", "logprob_token_ids", "prompt_logprobs"]
+REFUSED = ["min_tokens", "n", "stop_token_ids", "ignore_eos", "logprobs", "logprob_token_ids", "prompt_logprobs"]
 """What other endpoints take and responses do not."""
 SCHEMA = {"type": "json_schema", "name": "x", "schema": {"enum": ["yes", "no"]}}
 
@@ -164,10 +162,35 @@ async def test_top_k_and_stop_are_taken(server: Running) -> None:
         assert said(await ask(server, **plain, stop=given)) == ("completed", text.partition(stop)[0])
 
 
+async def test_sampling_is_that_of_chats(server: Running) -> None:
+    """vLLM's responses have these fields, too."""
+    drawn: Body = {"temperature": 1.5, "seed": 3}
+    chat = {"messages": [{"role": "user", "content": REQUEST["input"]}], "max_tokens": REQUEST["max_output_tokens"]}
+
+    async def said(**more: Any) -> tuple[str, str]:
+        answer = await ask(server, chat_template_kwargs={}, **drawn, **more)
+        _, other, _ = await server.post(chat | drawn | more, "/v1/chat/completions")
+        return answer["output"][0]["content"][0]["text"], other["choices"][0]["message"]["content"]
+
+    plain, _ = await said()
+    _, tokens, _ = await server.post({"prompt": plain, "add_special_tokens": False}, "/tokenize")
+    for name, value in (
+        ("min_p", 0.9),
+        ("presence_penalty", 2.0),
+        ("frequency_penalty", 2.0),
+        ("repetition_penalty", 3.0),
+        ("logit_bias", {str(tokens["tokens"][0]): -100}),
+    ):
+        own, chats = await said(**{name: value})
+        assert own == chats, name
+        assert own != plain, name
+
+
 async def test_sampling_that_openai_does_not_have_is_refused(server: Running) -> None:
     """But for what the page says is taken."""
     for field, value, says in (
         ("top_k", -2, "top_k = -2 must be greater than or equal to -1."),
+        ("min_p", 2, "min_p = 2 must be less than or equal to 1."),
         ("stop", [""], "1 to 256 characters"),
         ("stop", ["x"] * 17, "at most 16"),
         *((name, 1, f"The field {name!r} is not known.") for name in REFUSED),

@@ -202,6 +202,7 @@ async def test_every_chunk_says_what_it_has_to(
     *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
     assert chunks[0]["id"].endswith(request_id)
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {whole["usage"]["prompt_tokens"]}, "the first, too"
     choices = [chunk["choices"][0] for chunk in chunks]
     ended = [choice["finish_reason"] for choice in choices]
     assert ended == [None] * (len(ended) - 1) + [whole["choices"][0]["finish_reason"]]

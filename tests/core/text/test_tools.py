@@ -7,9 +7,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import jsonschema
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 from tests.examples import slowly
 
 from infer.contracts.registration import NoSettings
@@ -428,3 +430,40 @@ def test_the_schema_of_forced_calls() -> None:
     schema = calls_schema(tools, 1)
     assert schema["maxItems"] == schema["minItems"] == 1
     assert schema["items"]["anyOf"][0]["properties"]["name"] == {"const": "weather"}
+
+
+def test_a_schema_of_forced_calls_keeps_what_its_tools_refer_to() -> None:
+    """Each tool's references lead into its own schema, as jsonschema sees it, and llguidance compiles them."""
+    words = {"enum": ["a", "b"]}
+    tree = {
+        "type": "object",
+        "properties": {"default": {"$ref": "#/$defs/word"}, "more": {"type": "array", "items": {"$ref": "#"}}},
+        "required": ["default"],
+        "additionalProperties": False,
+        "$defs": {"word": words, "const": {"const": {"$ref": "#/$defs/word"}}},
+    }
+    other = tree | {"$defs": {"word": {"type": "integer"}}}
+    named = tree | {"$id": "https://example.org/tree"}
+    names = {
+        "tree": tree,
+        "other": other,
+        "named": named,
+        "quoted": {"$ref": "#/$defs/q", "$defs": {"q": {"const": {"$ref": "#/x"}}}},
+    }
+    schema = calls_schema([{"function": {"name": name, "parameters": each}} for name, each in names.items()], None)
+    known = jsonschema.Draft202012Validator(schema)
+    for name, arguments, right in (
+        ("tree", {"default": "a", "more": [{"default": "b"}]}, True),
+        ("tree", {"default": "c"}, False),
+        ("tree", {"default": 1}, False),
+        ("tree", {"default": "a", "more": [{"default": 1}]}, False),
+        ("tree", {"default": "a", "more": [[]]}, False),
+        ("other", {"default": 1, "more": [{"default": 2}]}, True),
+        ("other", {"default": "a"}, False),
+        ("named", {"default": "a", "more": [{"default": "b"}]}, True),
+        ("named", {"default": 1}, False),
+        ("quoted", {"$ref": "#/x"}, True),
+        ("quoted", {"$ref": "#/items/anyOf/3/properties/arguments/x"}, False),
+    ):
+        assert known.is_valid([{"name": name, "arguments": arguments}]) is right, (name, arguments)
+    assert LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema))) == ""

@@ -20,6 +20,10 @@ from infer.text.tool_formats.reader import Marks, Reader, Script, Steps, comes, 
 ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9
 """The length of a call's id. Mistral's templates accept only ids of this form; the others accept any."""
+NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+"""Keywords of JSON schemas whose values hold schemas by names that clients choose."""
+VALUES = ("const", "enum", "default", "examples")
+"""Those whose values are no schemas."""
 
 
 class Plain:
@@ -257,14 +261,33 @@ def calls_schema(tools: Sequence[dict[str, Any]], most: int | None) -> dict[str,
             "type": "object",
             "properties": {
                 "name": {"const": tool["function"]["name"]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
+                "arguments": _moved(
+                    tool["function"].get("parameters") or {"type": "object"}, f"#/items/anyOf/{i}/properties/arguments"
+                ),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for i, tool in enumerate(tools)
     ]
     return {"type": "array", "minItems": 1, "items": {"anyOf": each}} | ({} if most is None else {"maxItems": most})
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that becomes a part of another one, at the pointer ``place``: its references to itself lead there."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict) or isinstance(schema.get("$id"), str):  # with an id, they lead to it
+        return schema
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            made[key] = place + value[1:]
+        elif key in NAMED and isinstance(value, dict):
+            made[key] = {name: _moved(each, place) for name, each in value.items()}
+        else:
+            made[key] = value if key in VALUES else _moved(value, place)
+    return made
 
 
 def _input(arguments: str) -> str:

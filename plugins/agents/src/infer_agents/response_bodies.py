@@ -10,7 +10,15 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import from_json, to_json
 
-from infer.contracts.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, ToolGrammar
+from infer.contracts.params import (
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    Bias,
+    SamplingParams,
+    StructuredOutputs,
+    TokenId,
+    ToolGrammar,
+)
 from infer.contracts.sections import LONGEST_TIMEOUT_S
 from infer.server import input_items
 from infer.server.http.body import Body, Many, typed
@@ -201,6 +209,11 @@ class ResponsesRequest(Body):
     temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, lt=2**31, description="Keep the k likeliest tokens; 0 or -1 keeps all.")
+    min_p: float = Field(0.0, ge=0, le=1, description="As in chats.")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="As in chats.")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="As in chats.")
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="As in chats.")
+    logit_bias: dict[TokenId, Bias] = Field({}, max_length=MAX_BIASES, description="As in chats.")
     stop: str | Many[str] = Field((), description="Texts that end the answer, which does not include them.")
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     text: TextOptions = TextOptions()
@@ -427,9 +440,10 @@ class ResponsesRequest(Body):
         return super().client_name(param)
 
     def sampling(self, **overrides: Any) -> SamplingParams:
-        """The sampling parameters, with ``overrides``. Of temperature, top_p and top_k, their ``model_fields_set`` has
-        what was set explicitly."""
-        names = ("temperature", "top_p", "top_k", "stop")
+        """The sampling parameters, with ``overrides``. Of those that a checkpoint may have values for, their
+        ``model_fields_set`` has what was set explicitly."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty")
+        names += ("frequency_penalty", "logit_bias", "stop")
         given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
         own = {
             "max_tokens": self.max_output_tokens,

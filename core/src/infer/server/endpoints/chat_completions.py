@@ -353,11 +353,15 @@ class Chat:
         options = body.stream_options or StreamOptions()
         if options.include_usage:
             frame = frame | {"usage": None}
+
+        def so_far() -> Json:
+            return {"usage": _detailed(usage(), thoughts)} if options.continuous_usage_stats else {}
+
         parsers = [reply.parser() for _ in requests]
         numberings = [Calls(reply.tools.custom) for _ in requests]
         for i in range(len(requests)):
             metadata = {"metadata": body.metadata} if body.metadata is not None and i == 0 else {}
-            yield frame | metadata | {"choices": [_delta(i, {"role": "assistant"})]}
+            yield frame | metadata | {"choices": [_delta(i, {"role": "assistant"})]} | so_far()
         spoken = [False] * len(requests)
         async for i, event in events:
             for token in event.token_ids if thoughts else ():
@@ -380,8 +384,7 @@ class Chat:
                 if j == len(deltas) - 1 and event.finish_reason is not None:
                     choice["finish_reason"] = _reason(event.finish_reason, numberings[i].count)
                     choice["stop_reason"] = event.stop_reason
-                so_far = {"usage": _detailed(usage(), thoughts)} if options.continuous_usage_stats else {}
-                yield frame | {"choices": [choice]} | so_far
+                yield frame | {"choices": [choice]} | so_far()
         if options.include_usage:
             yield frame | {"choices": [], "usage": _detailed(usage(), thoughts)}
 
