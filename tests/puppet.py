@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from tests.serving import Running
 from torch import Tensor
 
 from infer import PLUGIN_API, hookimpl
-from infer.contracts.model import ModelRegistration, Pass
+from infer.contracts.model import ModelContext, ModelRegistration, Pass
 from infer_layers import Decoder
 from infer_models.llama import LlamaConfig, LlamaLayer
 
@@ -32,8 +33,18 @@ class Puppets:
 
     @hookimpl
     def infer_models(self) -> list[ModelRegistration]:
-        make = lambda config, context, settings: Puppet(config, context, LlamaConfig, LlamaLayer)  # noqa: E731
-        return [ModelRegistration("puppet", make, "says what it is told", architectures=("Puppet",))]
+        return [ModelRegistration("puppet", _make, "says what it is told", architectures=("Puppet",))]
+
+
+def _make(config: Mapping[str, Any], context: ModelContext, settings: Any) -> Puppet:
+    """In a process of its own, the model reads what it is told in the file that its config names."""
+    if "said" in config:
+        size = len(Puppet.said)
+        Puppet.said = torch.from_file(config["said"], shared=True, size=size, dtype=torch.int64)
+    return Puppet(config, context, LlamaConfig, LlamaLayer)
+
+
+PUPPETS = Puppets()
 
 
 async def say(server: Running, at: int, text: str) -> Sequence[int]:
