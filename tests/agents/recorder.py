@@ -102,6 +102,8 @@ def put_together(path: str, stream: bytes) -> Json:
         snapshot: Any = None
         buffers: dict[int, bytes] = {}
         for event in events:
+            if event["type"] == "ping":  # which says that the prompt still waits
+                continue
             snapshot = accumulate_event(event=event, current_snapshot=snapshot, json_bufs=buffers)
         return shown(path, snapshot.model_dump())
     if path == RESPONSES:
@@ -237,9 +239,15 @@ class Recorder:
 
     async def num_open(self) -> int:
         """How many requests the server computes, or has waiting."""
+        return await self._metric(r"infer_num_requests_(?:running|waiting)\S*")
+
+    async def num_aborted(self) -> int:
+        """How many requests the server has given up."""
+        return await self._metric(r'infer_request_success_total\S*finished_reason="abort"\S*')
+
+    async def _metric(self, pattern: str) -> int:
         async with self.server.session.get(self.server.url + "/metrics") as response:
-            found = re.findall(r"^infer_num_requests_(?:running|waiting)\S* (\S+)$", await response.text(), re.M)
-        assert found
+            found = re.findall(f"^{pattern} (\\S+)$", await response.text(), re.M)
         return int(sum(map(float, found)))
 
     async def idle(self) -> None:

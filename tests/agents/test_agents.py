@@ -73,9 +73,11 @@ async def take_ten_turns(server: Running, name: str, folder: Path) -> None:
         async with started(agent, url, folder, *agent.begin) as process:
             await recorder.meanwhile(recorder.began.wait())
             assert await recorder.num_open()
+            aborted = await recorder.num_aborted()
             os.killpg(process.pid, signal.SIGINT)
             await process.communicate()
         await recorder.idle()
+        assert await recorder.num_aborted() == aborted + 1
         assert len(recorder.turns) == INTERRUPTED
         recorder.end()
         async with started(agent, url, folder, *agent.go_on) as process:
