@@ -174,7 +174,8 @@ def cached(path: str, answer: Json) -> int:
 def thinks(body: Json) -> bool:
     """Whether the template opens the model's reasoning."""
     effort = (body.get("reasoning") or {}).get("effort", "none")
-    return (body.get("thinking") or {}).get("type", "disabled") != "disabled" or effort != "none"
+    kind = (body.get("thinking") or {}).get("type", "disabled")
+    return (kind, effort) != ("disabled", "none")
 
 
 class Turn(NamedTuple):
@@ -226,7 +227,8 @@ class Recorder:
     async def meanwhile(self, what: Awaitable[T]) -> T:
         """Wait for it. Raises what went wrong before."""
         task = asyncio.ensure_future(what)
-        await asyncio.wait({task, self._fault}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {task, self._fault}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._fault.done():
             task.cancel()
             self._fault.result()
