@@ -51,17 +51,18 @@ def inert(path: str) -> frozenset[str]:
     return frozenset(name.rpartition(".")[2] for name in re.findall(r"`([a-z_.]+)`", listed))
 
 
-def result_ids(body: Json) -> list[str]:
-    """The ids of the calls whose results a body has."""
+def results(body: Json) -> list[tuple[str, str]]:
+    """The results of calls that a body has: the id of each, and what it says, in JSON."""
     found = []
     for each in (*body.get("messages", ()), *body.get("input", ())):
+        content = each.get("content")
         if each.get("role") == "tool":
-            found.append(each["tool_call_id"])
+            found.append((each["tool_call_id"], content))
         elif each.get("type", "").endswith("_call_output"):
-            found.append(each["call_id"])
-        elif isinstance(content := each.get("content"), list):
-            found += [block["tool_use_id"] for block in content if block["type"] == "tool_result"]
-    return found
+            found.append((each["call_id"], each["output"]))
+        elif isinstance(content, list):
+            found += [(block["tool_use_id"], block["content"]) for block in content if block["type"] == "tool_result"]
+    return [(id, json.dumps(said)) for id, said in found]
 
 
 def parts(path: str, said: Iterable[Json]) -> list[Any]:
@@ -209,8 +210,8 @@ class Turn(NamedTuple):
         assert back == answered if self.path == RESPONSES else within(answered, back), (back, answered)
         differing = {key for key in self.body.keys() | before.body.keys() if self.body.get(key) != before.body.get(key)}
         assert differing <= {"messages", "input", "client_metadata"}
-        last_tokens = 1  # of a prompt and of what follows may be one
-        assert self.cached >= (before.tokens - last_tokens) // BLOCK * BLOCK
+        shared = before.tokens - 1  # the last one may be another, of what follows, too
+        assert self.cached >= shared // BLOCK * BLOCK
 
 
 class Recorder:
@@ -239,9 +240,9 @@ class Recorder:
         Puppet.said.zero_()
         self._endless = None
 
-    async def num_open(self) -> int:
-        """How many requests the server computes, or has waiting."""
-        return await self._metric(r"infer_num_requests_(?:running|waiting)\S*")
+    async def working(self) -> bool:
+        """Whether the server computes requests, or has some waiting."""
+        return await self._metric(r"infer_num_requests_(?:running|waiting)\S*") > 0
 
     async def num_aborted(self) -> int:
         """How many requests the server has given up."""
@@ -251,11 +252,6 @@ class Recorder:
         async with self.server.session.get(self.server.url + "/metrics") as response:
             found = re.findall(f"^{pattern} (\\S+)$", await response.text(), re.M)
         return int(sum(map(float, found)))
-
-    async def idle(self) -> None:
-        """Wait until the server has nothing to do."""
-        while await self.num_open():
-            pass
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         try:
@@ -311,7 +307,7 @@ class Recorder:
         assert body["stream"] is True
         if not body.get("tools"):
             return None
-        ids = result_ids(body)
+        ids = [id for id, _ in results(body)]
         assert len({*ids}) == len(ids)
         assert self._called.issuperset(ids), "a result is of no call that was made"
         return len(ids)
