@@ -142,6 +142,10 @@ def test_calls_as_models_write_them_are_let_through_and_read(format: str, spelle
         assert ("ns__patch", GOOD) in found
         assert len(found) == (2 if other in text else 1)
     assert [name for name, _ in calls(free, format)] == ["look", "ns__patch2"]
+    if format == "mistral":
+        for text in (one.replace("[ARGS]", ""), f"[TOOL_CALLS][{written('json', 'ns__patch', GOOD)}]"):
+            assert takes(start, text, spelled) is None, text
+            assert calls(text, format) == [("ns__patch", GOOD)]
 
 
 @pytest.mark.parametrize("format", FORMS)
@@ -159,7 +163,7 @@ def test_no_call_has_another_input(format: str) -> None:
             '{"type": "function", "function": {"name": "ns__patch", "arguments": %s}}' % arguments,  # noqa: UP031
             '{"name": "ns__patch", "arguments": "%s"}' % arguments.replace('"', '\\"'),  # noqa: UP031
         ]
-        bad.append(good.replace("}", ', "input": "x"}', 1))
+        bad += [good.replace("}", ', "input": "x"}', 1), f"{bad[-1]}\n{good}"]
     if format == "xml":
         bad += ["<function=ns__patch>\n</function>", '<function=ns__patch>{"input": "x"}</function>']
         bad.append(written(format, "ns__patch", GOOD.replace("</b>", "</parameter></function>")))
