@@ -770,7 +770,7 @@ async def test_the_official_client_lists_the_models(tmp_path: Path) -> None:
                 "max_tokens": 1024,
             }
             assert [each.id async for each in own.beta.models.list(limit=4)] == names
-            for how, shown, more in (
+            pages: list[tuple[Any, list[str], bool]] = [
                 ({"limit": 2}, names[:2], True),
                 ({"limit": 4, "after_id": names[1]}, names[2:], False),
                 ({"limit": 3, "before_id": names[4]}, names[1:4], True),
@@ -778,17 +778,19 @@ async def test_the_official_client_lists_the_models(tmp_path: Path) -> None:
                 ({"after_id": names[-1]}, [], False),
                 ({"lifecycle": ["retired", "active"]}, names, False),
                 ({"lifecycle": ["retired"]}, [], False),
-            ):
-                page = await own.models.list(**how)  # type: ignore[arg-type]
+            ]
+            for how, shown, more in pages:
+                page = await own.models.list(**how)
                 assert ([each.id for each in page.data], page.has_more) == (shown, more)
                 assert (page.first_id, page.last_id) == ((shown[0], shown[-1]) if shown else (None, None))
-            for how, why in (
+            wrong: list[tuple[Any, str]] = [
                 ({"limit": 0}, "limit = '0' must be a number from 1 to 1000"),
                 ({"after_id": "other"}, "after_id = 'other' is no model that is listed here"),
                 ({"extra_query": {"sort": "x"}}, "The parameter 'sort' is not supported"),
-            ):
+            ]
+            for how, why in wrong:
                 with pytest.raises(anthropic.BadRequestError, match=why):
-                    await own.models.list(**how)  # type: ignore[arg-type]
+                    await own.models.list(**how)
             for name in (names[1], "org/name"):
                 assert (await own.models.retrieve(name)).id == name
             with pytest.raises(anthropic.NotFoundError) as failed:

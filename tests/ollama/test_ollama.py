@@ -212,7 +212,7 @@ async def test_how_much_to_think_bounds_what_the_template_cannot_turn_off(tmp_pa
     async with running([Puppets()], model=section, server={"access_log": False, "aliases": ["demo"]}) as server:
         await told(server, "one two three four five</think>Hello")
         for think, count in ((True, 5), ("low", 2), (False, 0)):
-            whole = await client(server).chat(MODEL, [USER], think=think)  # type: ignore[arg-type]
+            whole = await client(server).chat(MODEL, [USER], think=think)
             assert len((whole.message.thinking or "").split()) <= count
             assert bool(whole.message.thinking) == bool(count)
 

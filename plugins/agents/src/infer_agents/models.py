@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 def routes(service: Service) -> list[Route]:
     context = service.served.max_seq_len
 
-    async def models(http: web.Request) -> web.StreamResponse:
-        return await service.answer(http, page(http, [listed(name, context) for name in service.names()]))
+    async def models(http: web.Request) -> web.Response:
+        return web.json_response(page(http, [listed(name, context) for name in service.names()]))
 
-    async def model(http: web.Request) -> web.StreamResponse:
+    async def model(http: web.Request) -> web.Response:
         name = http.match_info["model"]
         if not service.is_model(name):
             raise service.unknown(name)
-        return await service.answer(http, listed(name, context))
+        return web.json_response(listed(name, context))
 
     return [
         Route(
