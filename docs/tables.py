@@ -28,7 +28,7 @@ from unittest import mock
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.shapes import CONFIGS, write  # noqa: E402
+from benchmarks.shapes import CONFIGS, QWEN_3, write  # noqa: E402
 from tests.test_rooms import ABOVE, ONLY, PLUGINS, ROOMS, TEXT  # noqa: E402
 
 from infer.cache import BlockManager  # noqa: E402
@@ -43,6 +43,61 @@ from infer.server.service import Service  # noqa: E402
 from infer.settings import load_settings  # noqa: E402
 
 SHAPES = ("Qwen3-0.6B", "Gemma-3-1B", "Llama-3.2-1B", "Granite-3.1-1B-A400M", "Llama-3.2-3B", "OLMoE-1B-7B", "Qwen3-8B")
+CARDS = "https://huggingface.co"
+CODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "Qwen/Qwen3-4B-Instruct-2507": (
+        "better at using tools than the first Qwen3",
+        QWEN_3
+        | {
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 262144,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "openai/gpt-oss-20b": (
+        "for agents: calls functions, reasons by effort",
+        {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": (
+        "for coding agents, such as Qwen Code",
+        QWEN_3
+        | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 262144,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+"""Models for coding agents: what their cards say, and their configs as published."""
+CODING_CONTEXT = 65536
 ELSEWHERE = {
     "transformers": "[a list of its own](../plugins/models_transformers/README.md)",
 }
@@ -241,12 +296,27 @@ def memory() -> str:
     return rows(head, body)
 
 
-def _examined(folder: str, kv_dtype: str) -> Mapping[str, Any]:
+def coders() -> str:
+    """As ``memory``, with room for one context."""
+    body = []
+    for name, (claim, config) in CODERS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            write(Path(folder), config)
+            report = _examined(folder, "int8", max_seq_len=CODING_CONTEXT, max_batch_size=1)
+        weights, most = report["quantization"]["bytes"], config["max_position_embeddings"]
+        link = f"[{name.partition('/')[2]}]({CARDS}/{name})"
+        held = (gigabytes(size) for size in (weights["int8"], weights["int4"], report["cache"]["bytes"]))
+        body.append([link, claim, f"{most:,}", *held])
+    head = ("model", "what its card says", "tokens of context", "int8", "int4", f"cache of {CODING_CONTEXT:,} tokens")
+    return rows(head, body)
+
+
+def _examined(folder: str, kv_dtype: str, max_seq_len: int = 4096, **engine: int) -> Mapping[str, Any]:
     overrides: dict[str, Any] = {
         "model": {"path": folder, "load_format": "dummy", "device": "cpu"},
         "kernels": {"backend": "cpu"},
         "cache": {"kv_dtype": kv_dtype},
-        "engine": {"max_seq_len": 4096},
+        "engine": {"max_seq_len": max_seq_len} | engine,
     }
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("infer.device.free_memory", return_value=1 << 40))
@@ -319,6 +389,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "service": calls(Service, ("read", "requests", "whole", "stream", "answer", "observe")),
     "block_manager": calls(BlockManager, ("_open", "_place", "_close", "reach", "least_tokens")),
     "memory": memory,
+    "coders": coders,
     "peers_plain": peers("2026-11-21-zen5-2-cores-peers-Qwen3-0.6B"),
     "peers_quantized": peers("2026-11-22-zen5-2-cores-peers-quantized-Llama-3.2-1B"),
     "peers_experts": peers("2026-11-22-zen5-2-cores-peers-Granite-3.1-1B-A400M"),

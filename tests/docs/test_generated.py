@@ -18,7 +18,7 @@ from infer.server.testing import serving
 from infer_models import infer_models
 
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "docs/tables.py"))
-SLOW = ("memory", "compared")
+SLOW = ("memory", "coders", "compared")
 """Tables that take seconds to make."""
 HELD = {name: page for page in PAGES.values() for name, _ in SCRIPT["TABLE"].findall(page.text)}
 
