@@ -11,7 +11,7 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 
@@ -73,7 +73,7 @@ class LocalMachine:
         """What their processes came to import."""
         self._session: aiohttp.ClientSession
 
-    async def __aenter__(self) -> LocalMachine:
+    async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         return self
 

@@ -103,8 +103,10 @@ def main() -> None:
     if plugins is not None:
         print(TAKEN, flush=True)
     first, engine = json.loads(line), functools.partial(_engine, plugins=plugins)
+    kinds: Mapping[str, Callable[[Mapping[str, Any], IO[str]], None]]
+    kinds = {"engine": engine, "spare": engine, "ingress": _ingress, "sizes": _sizes}
     try:
-        {"engine": engine, "spare": engine, "ingress": _ingress, "sizes": _sizes}[kind](first, source)
+        kinds[kind](first, source)
     except InferError as error:
         print(f"{FAULT}{' '.join(str(error).split())}", flush=True)
         print(f"infer: {error}", file=sys.stderr)
