@@ -368,6 +368,63 @@ def responses_there_and_back(client: Any) -> None:
             assert again.usage.input_tokens == expected, (message, history)
 
 
+def plain(value: Any) -> Any:
+    """A value without ids and times, what is null, what the client adds to a stream, and what it drops from one."""
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    apart = {
+        "id",
+        "call_id",
+        "created",
+        "created_at",
+        "completed_at",
+        "parsed",
+        "parsed_arguments",
+        "index",
+        "stop_reason",
+    }
+    kept = {key: plain(each) for key, each in value.items() if key not in apart}
+    return {key: each for key, each in kept.items() if each not in (None, [])}
+
+
+def streams_add_up(client: Any) -> None:
+    """Field by field, as the client puts them together."""
+    tool = openai.pydantic_function_tool(GetWeather)
+    call = '<tool_call>{"name": "GetWeather", "arguments": {"city": "Rome"}}</tool_call>'
+    asked: Any = {"model": "demo", "messages": [USER], "max_tokens": 60, "temperature": 0}
+    forms: list[Any] = [{"extra_body": THINK}, {"extra_body": THINK, "response_format": Opinion}, {"logprobs": True}]
+    forms += [
+        {"tools": [tool], "extra_body": {"structured_outputs": {"choice": [text]}}} for text in (call, f"So: {call}")
+    ]
+    for more in forms:
+        for _ in range(2):  # the second finds the prompt in the cache, as the stream does
+            whole = (
+                client.chat.completions.parse(**asked, **more)
+                if "response_format" in more
+                else (client.chat.completions.create(**asked, **more))
+            )
+        with client.chat.completions.stream(**asked, **more, stream_options={"include_usage": True}) as stream:
+            stream.until_done()
+            snapshot = stream.current_completion_snapshot
+        assert plain(snapshot.model_dump()) == plain(whole.model_dump()), (snapshot, whole)
+    asked = {"model": "demo", "input": "a loop", "max_output_tokens": 60, "temperature": 0}
+    look = {"type": "function", "strict": True, **{k: v for k, v in tool["function"].items() if k != "strict"}}
+    include: Any = {"include": ["message.output_text.logprobs"], "extra_body": THINK | {"top_logprobs": 1}}
+    for more in (
+        {"extra_body": THINK},
+        include,
+        {"tools": [look], "tool_choice": "required", "parallel_tool_calls": False},
+    ):
+        for _ in range(2):
+            whole = client.responses.create(**asked, **more)
+        with client.responses.stream(**asked, **more) as stream:
+            *_, last = stream  # the final response is only there where no length has cut it
+        final: Any = last.response
+        assert plain(final.model_dump()) == plain(whole.model_dump()), (final, whole)
+
+
 def decisions(client: Any) -> None:
     """Of openai 3 only."""
     if not hasattr(client, "decisions"):
@@ -402,7 +459,7 @@ def main() -> None:
     for check in (*checks, decisions, errors):
         check(client)
         print(f"{check.__name__}: ok", flush=True)
-    for check in (chat_there_and_back, responses_there_and_back):
+    for check in (chat_there_and_back, responses_there_and_back, streams_add_up):
         check(thinker)
         print(f"{check.__name__}: ok", flush=True)
 

@@ -32,7 +32,7 @@ def chat_anthropic(url: str) -> Any:
     from langchain_anthropic import ChatAnthropic
 
     thinks: Any = {"type": "enabled", "budget_tokens": 1024}
-    return ChatAnthropic(model="demo", base_url=url, api_key=KEY, max_retries=0, max_tokens=200, thinking=thinks)  # type: ignore[call-arg]
+    return ChatAnthropic(model="demo", base_url=url, api_key=KEY, max_retries=0, max_tokens=200, thinking=thinks)
 
 
 RESPONSES: Any = {"use_responses_api": True, "reasoning": {"effort": "high", "summary": "auto"}}
@@ -68,7 +68,8 @@ def test_langchain(api: str, scripted: Scripted) -> None:
         return once
 
     assert ask(model, [HumanMessage("hi")], [HumanMessage("hi")]).text == PLAIN
-    whole, parts = [HumanMessage("hi")], [HumanMessage("hi")]
+    whole: list[Any] = [HumanMessage("hi")]
+    parts: list[Any] = [HumanMessage("hi")]
     bound = model.bind_tools([look])
     while ask(bound, whole, parts).tool_calls:
         for history in (whole, parts):

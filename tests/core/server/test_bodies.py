@@ -32,7 +32,7 @@ CALL = {
     "index": 0,
     "function": {"name": "f", "arguments": '{"a": 1}', "parsed_arguments": {"a": 1}},
 }
-ANSWERED = {
+ANSWERED: dict[str, Any] = {
     "role": "assistant",
     "content": [
         {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}},
