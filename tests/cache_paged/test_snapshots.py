@@ -27,10 +27,11 @@ class Served:
     def tokens(self, number: int) -> list[int]:
         return [next(self.fresh) for _ in range(number)]
 
-    def begin(self, prompt: Sequence[int], chunk: int = 512) -> tuple[int, int]:
+    def begin(self, prompt: Sequence[int], chunk: int = 512, forks: Sequence[int] = ()) -> tuple[int, int]:
         """Slot, and how many tokens were found."""
         place = self.manager.allocate(prompt)
         assert place is not None
+        self.manager.forks(place.slot, forks)
         for start in range(place.num_cached, len(prompt), chunk):
             self.extend(place.slot, start, min(chunk, len(prompt) - start))
             self.manager.commit(place.slot, prompt, min(start + chunk, len(prompt)))
@@ -41,9 +42,11 @@ class Served:
         self.manager.extend([slot], [start], [length])
         self.snapshots.extend([slot], [start], [length])
 
-    def turn(self, prompt: Sequence[int], answer: Sequence[int] = (), chunk: int = 512) -> int:
+    def turn(
+        self, prompt: Sequence[int], answer: Sequence[int] = (), chunk: int = 512, forks: Sequence[int] = ()
+    ) -> int:
         """How many of the prompt's tokens were found; the answer has been generated after it."""
-        slot, found = self.begin(prompt, chunk)
+        slot, found = self.begin(prompt, chunk, forks)
         whole = [*prompt, *answer]
         for position in range(len(prompt), len(whole)):
             self.extend(slot, position, 1)
@@ -85,6 +88,89 @@ def test_one_snapshot_for_each_conversation_and_a_few_more_are_enough() -> None:
     assert conversations(48, again=True, shared=True) > 0.86
     assert conversations(48, again=False) > 0.8
     assert conversations(1000, again=False) > 0.89
+
+
+class Reasoning:
+    """A conversation whose model reasons and calls tools. Each prompt shows the reasoning of the last
+    answer only or, if ``whole_turns``, of all since the user's last message."""
+
+    def __init__(self, served: Served, whole_turns: bool, draw: random.Random, turns: int = 12) -> None:
+        self.served, self.whole_turns = served, whole_turns
+        self.shown = served.tokens(4000)
+        """What later prompts show just so."""
+        self.recent: list[tuple[list[int], list[int]]] = []
+        """What follows: each answer's reasoning, and the rest of it and what it led to."""
+        self.turns = [step for _ in range(turns) for step in ["user", *["tool"] * draw.choice([0, 1, 1, 2, 4])]]
+
+    def go_on(self, hints: bool) -> tuple[int, int]:
+        """How many tokens the next prompt has, and how many were found."""
+        tokens, asked = self.served.tokens, self.turns.pop(0)
+        if self.recent and not self.whole_turns:
+            self.shown += [token for _, rest in self.recent[:-1] for token in rest]
+            del self.recent[:-1]
+        new = tokens(60 if asked == "user" else 100)
+        if self.recent:
+            self.recent[-1][1].extend(new)
+        else:
+            self.shown += new
+        if asked == "user" and self.whole_turns:
+            self.shown += [token for _, rest in self.recent for token in rest]
+            self.recent.clear()
+        prompt, forks = [*self.shown], []
+        for reasoning, rest in self.recent:
+            forks.append(len(prompt))
+            prompt += [*reasoning, *rest]
+        forks = list(dict.fromkeys([*forks[:1], *forks[-1:]]))
+        reasoning, rest = tokens(80), tokens(60)
+        found = self.served.turn(prompt, [*reasoning, *rest], forks=forks if hints else ())
+        self.recent.append((reasoning, rest))
+        return len(prompt), found
+
+
+def share(rows: int, number: int, *, whole_turns: bool, hints: bool = True) -> float:
+    """The share of all prompts but the first ones that interleaved conversations find."""
+    served, draw = Served(rows), random.Random(0)
+    served.manager = PagedBlockManager(4, 16384, served.pages, served.snapshots)
+    left = [Reasoning(served, whole_turns, draw) for _ in range(number)]
+    for conversation in left:
+        conversation.go_on(hints)
+    found = total = 0
+    while left:
+        conversation = draw.choice(left)
+        length, cached = conversation.go_on(hints)
+        found, total = found + cached, total + length
+        if not conversation.turns:
+            left.remove(conversation)
+    assert served.balanced()
+    return found / total
+
+
+@pytest.mark.parametrize("whole_turns", [False, True])
+def test_a_conversation_whose_reasoning_is_dropped_goes_on_at_its_forks(whole_turns: bool) -> None:
+    found = share(8, 1, whole_turns=whole_turns)
+    assert found > 0.93
+    assert share(8, 1, whole_turns=whole_turns, hints=False) < found - 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole_turns", [False, True])
+def test_four_snapshots_for_each_conversation_are_as_good_as_any_number(whole_turns: bool) -> None:
+    enough = share(1000, 8, whole_turns=whole_turns)
+    assert share(32, 8, whole_turns=whole_turns) > enough - 0.01
+    assert share(32, 8, whole_turns=whole_turns, hints=False) < enough - 0.1
+
+
+def test_what_a_prompt_goes_on_without_goes_first() -> None:
+    served = Served(3)
+    system, reasoning = served.tokens(160), served.tokens(80)
+    prompt = [*system, *reasoning, *served.tokens(80)]
+    served.turn(prompt, forks=[160])  # keeps two: at the fork, and near the end
+    other = served.tokens(100)
+    served.turn(other)
+    following = [*system, *served.tokens(200)]
+    assert served.turn(following, forks=[160]) == 160  # takes the place of the one near the end, which has served
+    assert served.turn([*system, *served.tokens(30)]) == 160
+    assert served.turn([*other, *served.tokens(30)]) == (100 - TAIL) // BLOCK * BLOCK
 
 
 def test_an_answer_that_comes_back_as_it_was_is_found_up_to_its_last_block() -> None:

@@ -54,6 +54,7 @@ MARKS = (
     "a block has another user",
     "a prefix was found",
     "a state was evicted",
+    "a state is kept at a fork",
     "a state was taken while one waits to be read",
     "step of several passes",
     "a prompt was cut",
@@ -218,6 +219,7 @@ class World:
         self._owners = random.Random(f"owners {self.seed}")
         self._seeds = random.Random(f"seeds {self.seed}")
         self._times = random.Random(f"times {self.seed}")
+        self._forks = random.Random(f"forks {self.seed}")
         self._rooms = random.Random(f"rooms {self.seed}")
         texts = random.Random(f"texts {self.seed}")
         self._texts = (
@@ -335,6 +337,7 @@ class World:
             cache_salt=draw.choice(["", "", "", "a"]),
             priority=draw.choice([0, 0, 0, 1]),
             group=draw.choice(["", "", f"group {len(self.requests) // 3}"]),
+            forks=tuple(self._forks.sample(range(len(prompt) + 1), 2)) if self._forks.random() < 0.5 else (),
             owner=Owner(self._owners.choice("ab"), self._owners.choice("xy")),
             timeout_s=self._times.choice([3.0, 30.0, 300.0]) if self._times.random() < 0.1 else None,
         )
@@ -627,6 +630,7 @@ class World:
         before(manager, "truncate", cut)
         if isinstance(books, Snapshots):
             before(books, "forget", lambda node: "a state was evicted")
+            before(books, "_join", lambda plan, node, kind: "a state is kept at a fork" if kind == "fork" else None)
             reading = books._reading
             before(
                 books, "_take", lambda slot, border: "a state was taken while one waits to be read" if reading else None

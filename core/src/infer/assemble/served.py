@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,14 +79,22 @@ class Served:
         *,
         special: bool = True,
         grammar: Grammar | None = None,
+        forks: Callable[[Sequence[int]], tuple[int, ...]] | None = None,
         **fields: Any,
     ) -> Request:
         """Make a checked Request: tokenize the prompt, with the tokenizer's leading special tokens if ``special``, and
-        compile its structured outputs unless ``grammar`` is given. ``fields`` are passed to ``Request.make``. A long
-        text or a new grammar takes a while. Raises RequestError."""
+        compile its structured outputs unless ``grammar`` is given. ``forks`` finds ``Request.forks`` among the tokens,
+        and ``fields`` are passed to ``Request.make``. A long text or a new grammar takes a while. Raises
+        RequestError."""
         ids = self.encode(prompt, special=special) if isinstance(prompt, str) else prompt
         if grammar is None and params.structured_outputs is not None:
             grammar = self.grammars.compile(params.structured_outputs)
         return Request.make(
-            tuple(ids), params, vocab_size=self.vocab_size, max_seq_len=self.max_seq_len, grammar=grammar, **fields
+            tuple(ids),
+            params,
+            vocab_size=self.vocab_size,
+            max_seq_len=self.max_seq_len,
+            grammar=grammar,
+            forks=() if forks is None else forks(ids),
+            **fields,
         )

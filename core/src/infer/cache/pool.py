@@ -10,7 +10,7 @@ import numpy as np
 from infer.cache.block_manager import BlockManager, BlockManagerProtocol, SharingBlockManager
 from infer.cache.states import StateStorage
 from infer.cache.storage import ExtendView, KVStorage, StorageProtocol
-from infer.contracts.cache import Allocation, KVCacheView, MappedPool, TruncatingPool
+from infer.contracts.cache import Allocation, ForkingPool, KVCacheView, MappedPool, TruncatingPool
 
 Table = TypeVar("Table")
 View = TypeVar("View", bound=KVCacheView)
@@ -19,8 +19,8 @@ View = TypeVar("View", bound=KVCacheView)
 class Pool(Generic[Table, View]):
     """A ``CachePoolProtocol`` made of a block manager and of a storage that understands its tables. It shares tokens
     only if the block manager is a SharingBlockManager whose ``shares``, if it has that, is not False. It is a
-    TruncatingPool or a MappedPool only if the block manager has what these have, and a TruncatingPool with
-    states only if these have rows for drafts."""
+    TruncatingPool, a MappedPool or a ForkingPool only if the block manager has what these have, a TruncatingPool with
+    states only if these have rows for drafts, and a ForkingPool only with states."""
 
     def __init__(
         self,
@@ -42,6 +42,8 @@ class Pool(Generic[Table, View]):
             self.truncate = block_manager.truncate
         if isinstance(block_manager, MappedPool):
             self.states = block_manager.states
+        if isinstance(block_manager, ForkingPool) and states is not None:
+            self.forks = block_manager.forks
         self._slots: Sequence[int] = []
         """The slots of the last ``decode_view``."""
         self._slots_B = np.zeros(0, dtype=np.int64)

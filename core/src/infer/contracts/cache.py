@@ -70,7 +70,7 @@ class CachePoolProtocol(Protocol):
 
     A pool that does not share K/V between sequences ignores ``reuse``, ``salt`` and ``commit``. What a pool may have
     besides is in protocols of its own: ``SharingPool``, ``TruncatingPool``, ``RoomyPool``,
-    ``StatefulPool``, ``LastingPool`` and ``MappedPool``.
+    ``ForkingPool``, ``StatefulPool``, ``LastingPool`` and ``MappedPool``.
     """
 
     @property
@@ -139,6 +139,14 @@ class RoomyPool(Protocol):
     @property
     def room(self) -> Sequence[int]:
         """By slot, always the same object. Schedulers do not ask the pool to ``grow`` a slot within its room."""
+
+
+@runtime_checkable
+class ForkingPool(Protocol):
+    """A pool that can use a prefix only up to positions that it has chosen before, and likes to know which."""
+
+    def forks(self, slot: int, positions: Sequence[int]) -> None:
+        """Called after ``allocate``, before the slot is extended: ``Request.forks`` of the slot's sequence."""
 
 
 @runtime_checkable

@@ -85,6 +85,9 @@ class Request:
     them, but the first begins the search anew. Empty: it applies from the first token on."""
     thinking: ThinkingTokens | None = None
     """What ``params.thinking_token_budget`` is about; None if the answer holds no reasoning."""
+    forks: tuple[int, ...] = ()
+    """Where later prompts may leave this one, each as the number of tokens before it: a chat template may render what
+    follows in another way. A hint for the cache."""
     pooling: Pooling | None = None
     """If set, nothing is generated: the answer is the prompt's embedding."""
     trace: Mapping[str, str] = field(default_factory=dict)
@@ -112,6 +115,7 @@ class Request:
         grammar: Grammar | None = None,
         grammar_after: tuple[int, ...] = (),
         thinking: ThinkingTokens | None = None,
+        forks: tuple[int, ...] = (),
         pooling: Pooling | None = None,
         trace: Mapping[str, str] | None = None,
         adapter: Adapter | None = None,
@@ -163,6 +167,7 @@ class Request:
             grammar,
             grammar_after,
             thinking,
+            forks,
             pooling,
             trace or {},
             adapter,

@@ -25,8 +25,9 @@ class CheckedPool:
     def __init__(self, pool: CachePoolProtocol, whose: str) -> None:
         self._pool = pool
         named = Named(f"{whose} failed")
-        for name in ("allocate", "grow", "commit", "free", "free_tokens"):
-            setattr(self, name, _guarded(named, getattr(pool, name)))
+        for name in ("allocate", "grow", "commit", "free", "free_tokens", "forks"):
+            if hasattr(pool, name):
+                setattr(self, name, _guarded(named, getattr(pool, name)))
         # isinstance does not see what only __getattr__ finds: SharingPool and RoomyPool.
         with named:
             for name in ("shares", "room"):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from infer.contracts.cache import CachePoolProtocol, RoomyPool, SharingPool
+from infer.contracts.cache import CachePoolProtocol, ForkingPool, RoomyPool, SharingPool
 from infer.contracts.request import Request
 from infer.contracts.scheduler import Schedule, Sequence, Works
 
@@ -49,6 +49,7 @@ class Seats:
         self._shares = isinstance(pool, SharingPool) and pool.shares
         self._room: Seq[int] | Mapping[int, int] = pool.room if isinstance(pool, RoomyPool) else defaultdict(int)
         """How many positions each slot can have before it has to grow."""
+        self._forking = pool if isinstance(pool, ForkingPool) else None
         self._groups: dict[str, list[Sequence]] = {}
         """The groups whose prompt is not in the cache yet. The first sequence of each group runs or is in ``waiting``;
         the others are only here."""
@@ -145,6 +146,8 @@ class Seats:
         place = self._pool.allocate(sequence.tokens, reuse=_reuses(request), salt=request.prefix_salt)
         if place is None:
             return False
+        if request.forks and self._forking is not None:
+            self._forking.forks(place.slot, request.forks)
         sequence.slot, sequence.num_computed = place.slot, place.num_cached
         sequence.prefill_end = len(sequence.tokens)
         if not step.extend(sequence):

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 NO_TOOLS = ToolUse()
+USER, ASSISTANT = b'{"role":"user"', b'{"role":"assistant"'
+"""How messages begin in ``turns``."""
 RESERVED = ("self", "loop", "caller", "varargs", "kwargs")
 """Names that have a meaning of their own in Jinja templates."""
 
@@ -62,20 +64,26 @@ class Conversation:
         """How the model writes tool calls; None if unknown. ``prepare`` sets it."""
         self._told: set[str] = set()
         """The formats of which the log has said that they hold no grammars."""
+        self._opening: tuple[int, ...] = ()
+        """The tokens with which an assistant's message begins; none if they are unknown. ``prepare`` sets them."""
 
     async def prepare(self) -> None:
-        """Find out how the chat template writes tool calls, unless the settings say it. Call this first."""
+        """Find out how the chat template begins messages and writes tool calls, unless the settings say the latter.
+        Call this first."""
         formats = self._served.tool_formats
         if self._setting != "auto":
             self.tool_format = next(iter(formats), None)
-            return
         if self._served.template is None:
             return
-        why = "it shows no tools, or no calls"
+        written, why = None, "it shows no tools, or no calls"
         try:
-            written = (await self._style()).call
+            style = await self._style()
+            self._opening = tuple(self._served.tokenizer.encode(style.opening, add_special_tokens=False).ids)
+            written = style.call
         except RequestError as error:
-            written, why = None, str(error)
+            why = str(error)
+        if self._setting != "auto":
+            return
         if written is not None:
             function = PROBE_TOOL["function"]
             known = {function["name"]: function["parameters"]}
@@ -188,7 +196,10 @@ class Conversation:
             params = params.model_copy(update={"thinking_token_budget": budget})
         if bound:
             tags, tokens, params = None, None, params.model_copy(update={"thinking_token_budget": None})
-        return Reply(prompt, params, tools, self.tool_format, tags, thinking, end, tokens)
+        steps = body.turns.count(ASSISTANT, max(0, body.turns.rfind(USER)))
+        return Reply(
+            prompt, params, tools, self.tool_format, tags, thinking, end, tokens, opening=self._opening, steps=steps
+        )
 
     def _held(self, tools: ToolUse) -> CallOutputs | None:
         """What holds calls in a free reply to the grammars of their inputs. None if nothing does: the log says so, if

@@ -76,6 +76,24 @@ class Reply:
     """The tokens after which the reply's format applies, if the prompt opens the reasoning and they are known."""
     thinking_tokens: ThinkingTokens | None = None
     """The tokens around the reasoning, if they are known."""
+    opening: tuple[int, ...] = ()
+    """The tokens with which an assistant's message begins, if they are known."""
+    steps: int = 0
+    """How many of the assistant's messages follow the last one of the user's."""
+
+    def forks(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """``Request.forks`` of a prompt's tokens. Templates drop reasoning before the user's last message, or before
+        the assistant's last one. In a later prompt, these are others: it leaves this one where the assistant's first
+        message after the former begins, or the latter."""
+        if not self.opening:
+            return ()
+        first, length, found = self.opening[0], len(self.opening), []
+        for i in range(len(ids) - length, -1, -1):  # from the one that the prompt asks for
+            if ids[i] == first and tuple(ids[i : i + length]) == self.opening:
+                found.append(i + length)
+                if len(found) > max(self.steps, 1):
+                    return tuple({found[self.steps]: None, found[1]: None} if self.steps else [found[1]])
+        return ()
 
     def parser(self) -> PartProtocol:
         """A parser of one answer's text."""

@@ -216,6 +216,7 @@ class Service:
         special: bool = True,
         grammar_after: tuple[int, ...] = (),
         thinking: ThinkingTokens | None = None,
+        forks: Callable[[Sequence[int]], tuple[int, ...]] | None = None,
         pooling: Pooling | None = None,
     ) -> list[Request]:
         """Make ``n`` requests for each prompt, in order. Raises RequestError, or RequestTimeoutError if the time of
@@ -253,6 +254,7 @@ class Service:
                         grammar=grammar,
                         grammar_after=grammar_after,
                         thinking=thinking,
+                        forks=forks,
                         pooling=pooling,
                         trace=trace,
                         adapter=adapter,
@@ -264,12 +266,20 @@ class Service:
         return await self.tokenize(prompts, make, n)
 
     async def replies(
-        self, http: web.Request, reply: Reply, fields: RequestFields, *, n: int = 1, prefix: str
+        self,
+        http: web.Request,
+        reply: Reply,
+        fields: RequestFields,
+        *,
+        n: int = 1,
+        prefix: str,
+        prompt: str | Sequence[int] | None = None,
     ) -> list[Request]:
-        """``requests`` for ``n`` replies to a conversation. Raises RequestError."""
+        """``requests`` for ``n`` replies to a conversation, whose ``prompt`` may be another than the reply's. Raises
+        RequestError."""
         return await self.requests(
             http,
-            [reply.prompt],
+            [reply.prompt if prompt is None else prompt],
             reply.params,
             fields,
             n=n,
@@ -277,6 +287,7 @@ class Service:
             special=False,
             grammar_after=reply.grammar_after,
             thinking=reply.thinking_tokens,
+            forks=reply.forks,
         )
 
     async def tokenize(self, prompts: Sequence[str | Sequence[int]], make: Callable[[], R], n: int = 1) -> R:

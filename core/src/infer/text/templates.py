@@ -75,6 +75,8 @@ class TemplateStyle(NamedTuple):
     """It cannot show a tool without a description and parameters."""
     variables: Sequence[str] = ()
     """Which of ``REASONING`` it reads."""
+    opening: str = ""
+    """How it begins an assistant's message, as far as that is always the same."""
     call: str | None = None
     """How it writes a call of ``PROBE_TOOL`` with ``PROBE_ARGUMENTS``; None if it shows no tools or no calls."""
 
@@ -167,7 +169,8 @@ class ChatTemplate:
         whole = self._renders([_USER], PROBE_TOOL) and not self._renders([_USER], BARE_TOOL)
         sources = [self.source, *([] if self.tool_source is None else [self.tool_source])]
         names = {name.name for each in sources for name in _environment().parse(each).find_all(nodes.Name)}
-        return found._replace(whole_tools=whole, variables=[name for name in REASONING if name in names])
+        variables = [name for name in REASONING if name in names]
+        return found._replace(whole_tools=whole, variables=variables, opening=self._opening())
 
     def _probed(self) -> TemplateStyle:
         _ = self._template, self._tool_template
@@ -268,6 +271,17 @@ class ChatTemplate:
                     f"the chat template does not show messages[{i}], of the role {messages[i]['role']!r}; many know "
                     "only one system message, at the beginning, or none"
                 )
+
+    def _opening(self) -> str:
+        """How an assistant's message begins that is asked for, and one that others follow."""
+        said = {"role": "assistant", "content": f"{MARK}said"}
+        try:
+            texts = [self.render([_USER], add_generation_prompt=asked) for asked in (True, False)]
+            turn = self.render([_USER, said, _USER], add_generation_prompt=False).partition(f"{MARK}said")[0]
+        except ValueError:
+            return ""
+        asked, before = texts
+        return _common(asked.removeprefix(before), turn.removeprefix(before)).rstrip()
 
     def _renders(self, messages: Sequence[Message], tool: Mapping[str, Any]) -> bool:
         try:

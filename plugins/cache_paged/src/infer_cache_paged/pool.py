@@ -112,6 +112,10 @@ class PagedBlockManager(BlockManager):
         self._copy(slot)
         return Allocation(slot, num_cached)
 
+    def forks(self, slot: int, positions: Sequence[int]) -> None:
+        if self.snapshots is not None:
+            self.snapshots.forks(slot, positions)
+
     def grow(self, slot: int, num_tokens: int) -> bool:
         room = self.room[slot]
         if num_tokens <= room:

@@ -5,12 +5,16 @@ never written again: whoever begins there reads it, and saves a row of its own. 
 
 - near the end of each prompt, where the next turn of a conversation begins. Chat templates end a prompt by a few tokens
   that the next turn may not repeat, so the last ``TAIL`` tokens do not count;
+- at the prompt's *forks*, where its template may render a later prompt otherwise: without reasoning, for example;
 - where a prompt leaves a path of the trie, if that saves at least ``LEAST`` tokens the next time;
 - at the end of each block that is generated, in place of the one before.
 
-When rows are short, the snapshots go first that have served: those behind which a sequence has gone on and made one
-near the end of its own prompt, unless several sequences have begun with them. With them go those that were not made
-near the end of a prompt, as long as nobody has begun with them. Then goes the least recently used."""
+A conversation goes on from one of its last prompt's snapshots: near the end or, if the template drops what it has shown
+before, from a fork. The pool learns which of the two is usual. Once the next prompt is computed, all that it does not
+need itself have served, unless several sequences have begun with them.
+
+When rows are short, the snapshots go first that have served. Then go those that nobody has begun with, but for those
+of the usual kind. Then goes the least recently used."""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Literal
 
 import numpy as np
 
@@ -28,6 +33,9 @@ from infer_cache_paged.pages import Holding, Node
 TAIL = 16
 LEAST = 64
 NEVER = np.iinfo(np.int64).max
+Kind = Literal["end", "fork"]
+Group = dict[Node, Kind | None]
+"""The nodes from one of which a conversation goes on after a prompt; None stands for what was generated."""
 
 
 @dataclass(slots=True)
@@ -43,7 +51,10 @@ class Plan:
     known: int
     """How many leading blocks it began with."""
     begun: Node | None = None
-    """That whose snapshot the sequence's first pass is to read."""
+    """That whose snapshot the sequence's first pass reads."""
+    forks: list[int] = field(default_factory=list)
+    """After how many blocks later prompts may leave this one."""
+    group: Group = field(default_factory=dict)
     saved: list[tuple[int, int]] = field(default_factory=list)
     """(position, row) of each one that is saved but belongs to no node yet."""
 
@@ -60,6 +71,9 @@ class Snapshots(StateManager):
         self._kept: OrderedDict[Node, int] = OrderedDict()
         """Nodes with a state, those that go first and the others, and how many sequences have begun with each. The
         first one of either goes before the rest."""
+        self._groups: dict[Node, Group] = {}
+        self._forking = 0.0
+        """The share of conversations that have lately gone on from a fork."""
         self._uses = [0] * self.num_rows
         """By row: how many nodes, plans and slots need it."""
         self._next_S: Ints64 = np.full(num_slots, NEVER)
@@ -86,6 +100,14 @@ class Snapshots(StateManager):
             borders.append(found * size)
         self._plans[slot] = plan = Plan(borders, num_tokens, end * size, cached, begun)
         self._next_S[slot] = self._following(plan, cached * size)
+
+    def forks(self, slot: int, positions: Sequence[int]) -> None:
+        """After ``begin``, and before the first pass: later prompts may leave the slot's after so many tokens."""
+        plan, size = self._plans[slot], self.block_size
+        plan.forks = [position // size for position in positions]
+        new = [fork * size for fork in plan.forks if plan.known < fork < plan.end // size]
+        plan.borders = sorted({*plan.borders, *new}, reverse=True)
+        self._next_S[slot] = self._following(plan, plan.known * size)
 
     def close(self, slot: int) -> None:
         if (row := self._reading.pop(slot, None)) is not None:
@@ -143,26 +165,47 @@ class Snapshots(StateManager):
         plan = self._plans[slot]
         while plan.saved and plan.saved[0][0] <= len(nodes) * self.block_size:
             border, row = plan.saved.pop(0)
-            node = nodes[border // self.block_size - 1]
-            prompt = border == plan.end
+            block = border // self.block_size
+            node, prompt = nodes[block - 1], border == plan.end
             if node.state is None:
                 node.state = row
-                (self._kept if prompt else self._served)[node] = 0
+                self._served[node] = 0
             else:
                 self._release(row)
-                if prompt:
-                    self._kept[node] = self._drop(node)
+            if prompt or border > plan.prompt or block in plan.forks:
+                self._join(plan, node, "end" if prompt else "fork" if block in plan.forks else None)
             if prompt:
-                for before in nodes[: plan.known]:
-                    if before.state is not None and self._kept.get(before, 2) < 2:
-                        self._served[before] = self._kept.pop(before)
+                self._succeed(plan, nodes[: plan.known])
+
+    def _succeed(self, plan: Plan, known: Sequence[Node]) -> None:
+        """The sequence, which began with the ``known`` nodes, has a snapshot near the end of its prompt: what it went
+        on from has served, but for what it would go on from at its forks."""
+        before = [*self._groups.get(known[-1], ())] if known else []
+        for fork in plan.forks:
+            if (node := next((node for node in reversed(known[:fork]) if node.state is not None), None)) is not None:
+                self._join(plan, node, "fork")
+        for node in (*before, *known):
+            if node.state is not None and node not in plan.group and self._begun(node) < 2:
+                self._served[node] = self._drop(node)
+                self._served.move_to_end(node, last=False)
+
+    def _join(self, plan: Plan, node: Node, kind: Kind | None) -> None:
+        """A conversation may go on from the sequence's prompt at this node."""
+        self._leave(node)
+        self._groups[node], plan.group[node] = plan.group, kind
+        begun, usual = self._drop(node), "fork" if self._forking > 0.5 else "end"
+        (self._kept if begun > 1 or kind == usual else self._served)[node] = begun
+
+    def _leave(self, node: Node) -> None:
+        self._groups.pop(node, {}).pop(node, None)
 
     def _count(self, plan: Plan) -> None:
         """The sequence has begun with its snapshot, and not only asked for room."""
         begun, plan.begun = plan.begun, None
         if begun is not None and begun.state is not None:
-            uses = self._drop(begun)
-            self._kept[begun] = uses + 1
+            self._kept[begun] = self._drop(begun) + 1
+            if kind := self._groups.get(begun, {}).get(begun):
+                self._forking += ((kind == "fork") - self._forking) / 4
 
     def forget(self, node: Node) -> None:
         """The node leaves the trie, or its snapshot is to go."""
@@ -170,8 +213,12 @@ class Snapshots(StateManager):
         if self.leaving is not None:
             self.leaving(node)
         self._drop(node)
+        self._leave(node)
         self._release(node.state)
         node.state = None
+
+    def _begun(self, node: Node) -> int:
+        return self._served[node] if node in self._served else self._kept[node]
 
     def _drop(self, node: Node) -> int:
         """Take the node from where it stands, and return how many sequences have begun with it."""
