@@ -39,4 +39,4 @@ def test_openai_for_python(version: int, server: Serving, reasoner: Serving) -> 
 def test_openai_for_node(server: Serving, reasoner: Serving) -> None:
     module = BESIDE / "node" / "node_modules" / "openai" / "index.mjs"
     told = run("node", str(HERE / "openai_checks.mjs"), server.url, str(module), reasoner.url)
-    assert told.count(": ok") == 10
+    assert told.count(": ok") == 11
