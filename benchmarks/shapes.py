@@ -41,6 +41,23 @@ QWEN_3 = {
     "max_position_embeddings": 40960,
     "hidden_act": "silu",
 }
+QWEN_3_5 = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    "max_position_embeddings": 262144,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+"""The language model alone, without its head for multi-token prediction."""
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "demo": {
         "architectures": ["LlamaForCausalLM"],
@@ -76,6 +93,24 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
+    },
+    "Qwen3.5-0.8B": QWEN_3_5
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+    },
+    "Qwen3.5-4B": QWEN_3_5
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 32,
     },
     "Gemma-3-1B": {
         "architectures": ["Gemma3ForCausalLM"],
@@ -154,11 +189,33 @@ class Costs:
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """The shape (N, K) of each weight of a layer, as the models pack them; of experts, those of one."""
+        """The shape (N, K) of each weight of a layer with attention, as the models pack them; of experts, those of
+        one."""
         D, width, E = self.hidden_size, self.intermediate_size, self.head_dim
         q, kv = self.num_attention_heads * E, self.num_key_value_heads * E
         router = {"router": (self.experts, D)} if self.experts else {}
-        return {"qkv": (q + 2 * kv, D), "o": (D, q), **router, "gate_up": (2 * width, D), "down": (D, width)}
+        gate = q if self.delta_shapes else 0
+        return {"qkv": (q + gate + 2 * kv, D), "o": (D, q), **router, "gate_up": (2 * width, D), "down": (D, width)}
+
+    @property
+    def delta_shapes(self) -> dict[str, tuple[int, int]]:
+        """Those of a gated delta net, but for its MLP; none if the model has none."""
+        if "linear_num_value_heads" not in self.config:
+            return {}
+        D, heads = self.hidden_size, self.linear_num_value_heads
+        key, value = self.linear_num_key_heads * self.linear_key_head_dim, heads * self.linear_value_head_dim
+        mixed = 2 * key + value
+        conv = (mixed, self.linear_conv_kernel_dim)
+        return {"qkv": (mixed, D), "z": (value, D), "ba": (2 * heads, D), "conv": conv, "o": (D, value)}
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's state, in all layers: fp32, but for the inputs of convolutions."""
+        if not (shapes := self.delta_shapes):
+            return 0
+        (channels, taps), heads = shapes["conv"], self.linear_num_value_heads
+        each = 4 * heads * self.linear_key_head_dim * self.linear_value_head_dim + 2 * channels * (taps - 1)
+        return int(each * (self.num_hidden_layers - len(self.windows())))
 
     @property
     def experts(self) -> int:
@@ -173,16 +230,19 @@ class Costs:
     def _weights(self, experts: float) -> float:
         """How many weights all layers have, of so many experts each."""
         times = dict.fromkeys(("gate_up", "down"), experts) if self.experts else {}
-        return float(
-            self.num_hidden_layers * sum(n * k * times.get(name, 1) for name, (n, k) in self.linear_shapes.items())
-        )
+        attention = sum(n * k * times.get(name, 1) for name, (n, k) in self.linear_shapes.items())
+        mlp = sum(n * k for n, k in (self.linear_shapes["gate_up"], self.linear_shapes["down"]))
+        delta, layers = sum(n * k for n, k in self.delta_shapes.values()) + mlp, len(self.windows())
+        return float(layers * attention + (self.num_hidden_layers - layers) * delta)
 
     @property
     def head_weights(self) -> int:
         return int(self.vocab_size * self.hidden_size)
 
     def windows(self) -> list[int | None]:
-        """Each layer's sliding window; None for full attention."""
+        """The sliding window of each layer with attention; None if it is full."""
+        if interval := self.config.get("full_attention_interval"):
+            return [None] * (self.num_hidden_layers // interval)
         pattern, window = self.config.get("sliding_window_pattern"), self.config.get("sliding_window")
         return [window if pattern and (i + 1) % pattern else None for i in range(self.num_hidden_layers)]
 
@@ -192,24 +252,30 @@ class Costs:
         return sum(min(context + 1, window or context + 1) for window in self.windows())
 
     def decode_bytes(self, contexts: list[int]) -> int:
-        """Bytes read by one step that decodes a sequence of each of these lengths. Of experts, those count that tokens
-        choose which choose independently."""
+        """Bytes read by one step that decodes a sequence of each of these lengths, and written to states. Of experts,
+        those count that tokens choose which choose independently."""
         kv: int = 2 * self.num_key_value_heads * self.head_dim
         layers, head = {"none": (2, 2), "int8": (8.25 / 8, 8.25 / 8), "int4": (4.5 / 8, 8.25 / 8)}[self.quantization]
         experts = 0.0
         if self.experts:
             experts = self.experts * (1 - (1 - self.num_experts_per_tok / self.experts) ** len(contexts))
-        return int(layers * self._weights(experts) + head * self.head_weights + 2 * kv * sum(map(self.seen, contexts)))
+        read = 2 * kv * sum(map(self.seen, contexts)) + 2 * self.state_bytes * len(contexts)
+        return int(layers * self._weights(experts) + head * self.head_weights + read)
 
     def flops(self, start: int, length: int, logits: int = 1) -> int:
         """Operations needed to extend a sequence of ``start`` positions by ``length``, with logits for ``logits`` of
         them. Only these need what follows the last layer's attention."""
         per_seen: int = 4 * self.num_attention_heads * self.head_dim
         seen = sum(self.seen(start + i) for i in range(length))
-        whole, (n, k) = self._weights(self.config.get("num_experts_per_tok", 0)), self.linear_shapes["qkv"]
-        last = whole / self.num_hidden_layers - n * k
+        whole = self._weights(self.config.get("num_experts_per_tok", 0))
+        n, k = self.linear_shapes["qkv"]
+        last, state = whole / self.num_hidden_layers - n * k, 0
+        if self.delta_shapes:  # the layers differ, and the last one has attention
+            last = sum(n * k for name, (n, k) in self.linear_shapes.items() if name != "qkv")
+            layers = self.num_hidden_layers - len(self.windows())
+            state = layers * self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
         weights = whole * length - last * (length - logits) + self.head_weights * logits
-        return int(2 * weights + per_seen * seen)
+        return int(2 * weights + per_seen * seen + 7 * state * length)
 
 
 def write(folder: Path, config: Mapping[str, Any], dtype: str = "bfloat16") -> Path:

@@ -21,8 +21,9 @@ from infer.kernels.reference import ReferenceKernels
 from infer_models import infer_models
 
 BILLIONS = {"Llama-3.2-1B": 1.236, "Llama-3.2-3B": 3.213, "Qwen3-0.6B": 0.596, "Qwen3-8B": 8.191, "Gemma-3-1B": 1.000}
+BILLIONS |= {"Qwen3.5-0.8B": 0.752, "Qwen3.5-4B": 4.206}
 BILLIONS |= {"demo": 0.0036, "Granite-3.1-1B-A400M": 1.335, "OLMoE-1B-7B": 6.919}
-"""Parameters, as their model cards say."""
+"""Parameters, as their model cards say; of Qwen3.5, those of the language model, as transformers counts them."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -102,3 +103,13 @@ def test_models_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found["ITL p99/p50"] >= 1
         done = models.offline(llm, steps, Costs(config), None)
         assert done["requests"] * done["new"] / done["seconds"] == pytest.approx(done["output tokens/s"])
+
+
+def test_costs_of_states() -> None:
+    costs = Costs(CONFIGS["Qwen3.5-0.8B"])
+    each = 16 * 128 * 128 * 4 + 3 * (2 * 16 + 16) * 128 * 2
+    assert costs.state_bytes == 18 * each
+    weights, per_token = costs.layer_weights + costs.head_weights, 6 * 2 * 2 * 256
+    assert costs.decode_bytes([0, 9]) == 2 * (weights + 11 * per_token) + 2 * 2 * 18 * each
+    state, attention = 18 * 7 * 16 * 128 * 128, 6 * 4 * 8 * 256
+    assert costs.flops(0, 1) == 2 * weights + attention + state
