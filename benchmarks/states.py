@@ -8,7 +8,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ SHAPES = [name for name, config in CONFIGS.items() if Costs(config).delta_shapes
 SMALL = {"num_hidden_layers": 4, "vocab_size": 4096}
 
 
-def watch(seconds: Counter[str]) -> None:
+def watch(seconds: dict[str, float]) -> None:
     """Count the seconds of each kernel."""
 
     def timed(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=512, help="tokens")
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args(argv)
-    seconds = Counter[str]()
+    seconds: dict[str, float] = defaultdict(float)
     watch(seconds)
     print(f"{'shape':14}{'weights':>8}{'state us':>10}{'products us':>13}{'share':>8}   per token and layer")
     for shape in args.shape:

@@ -254,7 +254,7 @@ arrivals = st.lists(
 pools = st.just(None) | st.tuples(st.sampled_from([1, 7, 16, 128, 400]), st.integers(0, 200))
 
 
-mixed = st.fixed_dictionaries(
+mixed: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {
         "dtype": st.sampled_from(DTYPES),
         "kv_dtype": st.sampled_from(KV_DTYPES),

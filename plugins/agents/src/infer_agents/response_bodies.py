@@ -442,8 +442,10 @@ class ResponsesRequest(Body):
     def sampling(self, **overrides: Any) -> SamplingParams:
         """The sampling parameters, with ``overrides``. Of those that a checkpoint may have values for, their
         ``model_fields_set`` has what was set explicitly."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty")
-        names += ("frequency_penalty", "logit_bias", "stop")
+        names = (
+            *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+            *("frequency_penalty", "logit_bias", "stop"),
+        )
         given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
         own = {
             "max_tokens": self.max_output_tokens,
