@@ -29,6 +29,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.shapes import CONFIGS, QWEN_3, write  # noqa: E402
+from tests.conformance.expected import PEERS as ENGINES  # noqa: E402
+from tests.conformance.expected import runs  # noqa: E402
 from tests.test_rooms import ABOVE, ONLY, PLUGINS, ROOMS, TEXT  # noqa: E402
 
 from infer.cache import BlockManager  # noqa: E402
@@ -378,7 +380,37 @@ def calls(owner: type, names: Sequence[str]) -> Callable[[], str]:
     return table
 
 
+def conformance() -> str:
+    """What the last runs of other engines' tests found."""
+    body = []
+    for name, run in runs().items():
+        differing, skipped = sum(run.differing.values()), sum(run.skipped.values())
+        counts = (run.passed + differing, run.passed, differing, skipped)
+        body.append((ENGINES[name].title, f"`{run.commit}`", *map(str, counts)))
+    return rows(("tests of", "commit", "run", "pass", "differ", "skipped"), body)
+
+
+def differences(name: str) -> Callable[[], str]:
+    """A table of why tests of an engine fail, and which."""
+
+    def table() -> str:
+        body = []
+        for reason, tests in ENGINES[name].differs:
+            files: dict[str, dict[str, None]] = {}
+            for test in tests:
+                file, _, function = test.partition("[")[0].rpartition("::")
+                files.setdefault(file.rpartition("/")[2], {})[function] = None
+            shown = [f"{file}: {', '.join(f'`{each}`' for each in found)}" for file, found in files.items()]
+            body.append((reason, str(runs()[name].differing[reason]), "; ".join(shown)))
+        return rows(("why", "tests", ""), body)
+
+    return table
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
+    "conformance": conformance,
+    "conformance_vllm": differences("vllm"),
+    "conformance_llama": differences("llama-cpp"),
     "rooms": room_rules,
     "commands": commands,
     "metrics": metrics,

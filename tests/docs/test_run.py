@@ -32,6 +32,7 @@ NOT_RUN = {
     r"examples/.*": "tests/test_examples.py installs, tests and checks the examples in an environment of their own",
     r"docs/agents.md: infer launch (?!.*--print).*": "they start agents, which have to be installed",
     r"docs/simulation.md: infer tune .*": "it searches for a minute",
+    r"docs/conformance.md: .*": "they fetch other engines, and run their tests for minutes",
     r"docs/testing.md: infer check .*": "of plugins that the page imagines",
     r"benchmarks/README.md: (\.venv/bin/python -m benchmarks|infer bench).*": "they measure for minutes",
     r"benchmarks/README.md: (\.venv/bin/python -m pytest tests/gpu|OUT=results python3 \.gpu-box/).*": "on a GPU",
