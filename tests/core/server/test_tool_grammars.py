@@ -125,8 +125,8 @@ async def test_a_grammar_that_cannot_be_kept_to_is_refused_by_name(server: Runni
 
 @pytest.mark.slow
 async def test_another_format_for_the_answer_comes_first(server: Running) -> None:
-    answer = await ask(server, CHAT, asked(CHAT, response_format={"type": "json_object"}), '{"a": 1}')
-    assert called(answer) == ('{"a": 1}', [])
+    answer = await ask(server, CHAT, asked(CHAT, 20, response_format={"type": "json_object"}), "Hello")
+    assert called(answer)[0].lstrip().startswith("{")
     status, answer, _ = await server.post(asked(CHAT, ignore_eos=True), CHAT)
     assert (status, "ignore_eos" in answer["error"]["message"]) == (400, True)
 

@@ -60,6 +60,11 @@ def test_a_quoted_regular_expression_matches_the_quoted_text(regex: str) -> None
             assert fits(rewritten, json.dumps(text, ensure_ascii=False)[1:-1]) == fits(plain, text), text
 
 
+def test_escapes_are_written_in_one_case() -> None:
+    assert fits("start: /%s/" % quoted_regex(r"(?i)k\n"), r"K\n")  # noqa: UP031
+    assert not fits("start: /%s/" % quoted_regex(r"(?i)k\n"), r"k\N")  # noqa: UP031
+
+
 RULES = """
 start: a "b" | c  // a comment
 a: /.*\\.py/ "\\n"   # and one
