@@ -156,14 +156,15 @@ def test_no_call_has_another_input(format: str) -> None:
     bad += [f"{good}\n{written(format, 'code.1', 'x')}", f"<think>a</think>{bad[0]}"]
     if format != "xml":
         arguments = '{"input": "x"}'
+        turned = '{"arguments": %s, "name": "ns__patch"}' % arguments  # noqa: UP031
         bad += [
-            '{"arguments": %s, "name": "ns__patch"}' % arguments,  # noqa: UP031
+            turned,
             '{"name": "ns__patch"}',
             '{"name": "\\u006es__patch", "arguments": %s}' % arguments,  # noqa: UP031
             '{"type": "function", "function": {"name": "ns__patch", "arguments": %s}}' % arguments,  # noqa: UP031
             '{"name": "ns__patch", "arguments": "%s"}' % arguments.replace('"', '\\"'),  # noqa: UP031
         ]
-        bad += [good.replace("}", ', "input": "x"}', 1), f"{bad[-1]}\n{good}"]
+        bad += [good.replace("}", ', "input": "x"}', 1), f"{turned}\n{good}"]
     if format == "xml":
         bad += ["<function=ns__patch>\n</function>", '<function=ns__patch>{"input": "x"}</function>']
         bad.append(written(format, "ns__patch", GOOD.replace("</b>", "</parameter></function>")))
