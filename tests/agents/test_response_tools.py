@@ -530,7 +530,7 @@ async def test_forced_calls_match_the_schema(tmp_path: Path) -> None:
     assert (mail["namespace"], mail["name"], list(json.loads(mail["arguments"]))) == ("mail", "look", ["at"])
 
 
-def test_the_model_is_told_of_a_grammar_that_it_is_not_held_to() -> None:
+def test_the_model_is_told_of_a_grammar() -> None:
     body = {"input": "x", "tools": [PATCH | {"format": GRAMMAR}]}
     use = parse(json.dumps(body).encode(), ResponsesRequest).tool_use()
     (tool,) = use.offered
