@@ -460,6 +460,20 @@ async def test_a_process_waits_only_where_models_leave_room(spare_bytes: float, 
     assert found == rooms
 
 
+async def test_no_process_begins_to_wait_while_a_model_is_loaded() -> None:
+    machine = Machine(a=3, b=3)
+    machine.spare_bytes = 1
+    machine.gates["a"].clear()
+    async with loading(machine) as loader:
+        waiting = asyncio.create_task(used(loader, "a"))
+        await until(lambda: "a" in machine.live)
+        await used(loader, "b")  # the task looks at all of them again
+        assert not machine.spare
+        machine.gates["a"].set()
+        await waiting
+        await until(lambda: machine.spare)
+
+
 @pytest.mark.parametrize("seed", range(20))
 async def test_nothing_is_lost_whatever_happens(seed: int) -> None:
     """Requests, crashes, failing loads and clients that leave, at random: all others are answered, and memory is never

@@ -86,8 +86,12 @@ async def test_two_models_at_once_and_one_that_waits(monkeypatch: pytest.MonkeyP
 async def test_none_waits_unless_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spares, "AFTER_S", 3600.0)
     async with played(monkeypatch, a={}) as machine:
+        tasks = len(asyncio.all_tasks())
         machine.may_spare(True)  # it would begin in a while
+        await asyncio.sleep(0)
         machine.may_spare(False)
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == tasks, "nothing is left that would begin one"
         assert said(await machine.start("a"))["kind"] == "engine"
         assert machine.begun == ["engine"]
         machine.may_spare(True)
