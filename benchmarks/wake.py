@@ -22,8 +22,9 @@ import aiohttp
 import psutil
 from benchmarks.shapes import CONFIGS, write_weights
 
-QUIET_S = 0.5
-"""Nothing is under way if no process has computed for so long."""
+QUIET_S = 6.0
+"""Nothing is under way if no process has computed for so long: the next spare process begins two seconds after a load,
+and what is known of exactness is confirmed after five without a request."""
 QUIET_SHARE = 0.02
 LOADED = re.compile(r"(\S+ \S+) INFO (.*)")
 STEPS = (
