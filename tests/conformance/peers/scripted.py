@@ -168,7 +168,7 @@ def start(plugins: Sequence[object] = (), **sections: Any) -> Serving:
 def follow_script() -> None:
     """From here on, the models of this process do."""
     SamplingParams.edits_logits = property(lambda self: True)  # type: ignore[assignment, method-assign]
-    answer.LogitsProcessor = Scripted  # type: ignore[misc]
+    answer.LogitsProcessor = Scripted  # type: ignore[attr-defined]
 
 
 class Reports:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -76,7 +76,7 @@ KNOWN: dict[str, Any] = {
 
 
 class _Module(ModuleType):
-    __path__: Sequence[str] = []
+    __path__: MutableSequence[str] = []  # noqa: RUF012
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -128,7 +128,7 @@ class RemoteOpenAIServer:
 
     @property
     def url_root(self) -> str:
-        return self._server.url
+        return str(self._server.url)
 
     def url_for(self, *parts: str) -> str:
         return "/".join([self._server.url, *(part.strip("/") for part in parts if part)])
