@@ -18,7 +18,10 @@ import pytest
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/*/pyproject.toml"))
-BASE = ("core", *(f"plugins/{name}" for name in ("cache_slotted", "cache_paged", "models", "testing", "demo")))
+BASE = (
+    "core",
+    *(f"plugins/{name}" for name in ("cache_slotted", "cache_paged", "layers", "models", "testing", "demo")),
+)
 MOST_LINES = 100
 PREPARED = {
     "stablelm": "tiny_checkpoint('StableLmForCausalLM', Path('made'), use_qkv_bias=True)",

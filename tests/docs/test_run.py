@@ -105,7 +105,7 @@ def test_the_commands_of_a_page(path: str, forks: Forks, cache: Path, tmp_path: 
 @pytest.mark.slow
 def test_the_tutorial(tmp_path: Path) -> None:
     """In a fresh environment."""
-    packages = [ROOT / "core", *(ROOT / "plugins" / name for name in ("cache_slotted", "testing"))]
+    packages = [ROOT / "core", *(ROOT / "plugins" / name for name in ("cache_slotted", "layers", "testing"))]
     wheels = build(tmp_path / "dist", packages)
     for name, text in requirements.written(wheels, packages, ROOT / "constraints.txt").items():
         (wheels / name).write_text(text)

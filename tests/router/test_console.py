@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from tests.console.browser import browsing, needs_browser
 from tests.router.test_gateway import KEY, front
+from tests.router.test_loader import until
 from tests.serving import HANG_S, chatty
 
 from infer.contracts.command import CommandContext
@@ -86,6 +89,21 @@ async def test_only_the_page_or_a_key_gets_in() -> None:
         assert (await f.post("/v1/completions", {"model": "a", "prompt": "x"}))[0] == 401
         assert (await f.post("/console/api/logout", {}, headers=cookie))[0] == 204
         assert (await f.ask("GET", "/console/api/server", headers=cookie))[0] == 401
+
+
+async def test_who_watches_is_let_go_with_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer_router.console.ASKED_S", 0.01)
+    async with front(TWO, server={"api_keys": "sesame"}, console=True) as f:
+        _, _, headers = await f.post("/console/api/login", {"key": "sesame"}, headers=OWN)
+        cookie = OWN | {"Cookie": headers["Set-Cookie"].partition(";")[0]}
+        await f.post("/v1/completions", {"model": "b", "prompt": "x"}, headers=cookie)
+        f.machine.gate.clear()
+        watching = asyncio.create_task(f.ask("GET", "/console/api/steps?model=b", headers=cookie))
+        await until(lambda: f.machine.asked[-1][2] == "/console/api/steps")
+        assert (await f.post("/console/api/logout", {}, headers=cookie))[0] == 204
+        with suppress(aiohttp.ClientError):  # or the client has asked again, without a session
+            assert (await watching)[0] == 401
+        f.machine.gate.set()
 
 
 @pytest.mark.parametrize(("text", "there"), [("", True), ("[server.console]\nenabled = false\n", False)])

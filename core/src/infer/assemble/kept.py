@@ -185,6 +185,8 @@ class KeptWeights:
                     if self._leaving.is_set():
                         return
                     file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())  # it fails where the disk has not taken all
             unfinished.rename(self.path)
             log.info("packed weights: %.1f MiB kept in %s", nbytes / 2**20, self.path)
         except OSError as error:
@@ -259,7 +261,8 @@ class _Compared:
             return False
 
     def use(self) -> None:
-        os.utime(self._path)
+        with suppress(OSError):  # a folder that cannot be written to, or a note that has just gone
+            os.utime(self._path)
 
     def write(self, state: Mapping[str, object]) -> None:
         _write(self._path, state, "that packed weights were compared")
@@ -276,14 +279,21 @@ def _state(file: int) -> dict[str, object]:
     """What is something else once somebody has written to the file, or the system has started again, and reads it from
     the disk again."""
     stat = os.fstat(file)
-    boot = BOOT.read_text().strip() if BOOT.exists() else None
+    try:
+        boot = BOOT.read_text().strip()
+    except OSError:
+        boot = None
     return {"boot": boot, "place": [stat.st_dev, stat.st_ino], "times": [stat.st_mtime_ns, stat.st_ctime_ns]}
 
 
 def _last_used(path: Path) -> float:
     """When a file of weights was written or used, whichever was later."""
     compared = path.with_suffix(COMPARED)
-    return max(file.stat().st_mtime for file in (path, compared) if file.exists())
+    times = [0.0]
+    for file in (path, compared):
+        with suppress(OSError):
+            times.append(file.stat().st_mtime)
+    return max(times)
 
 
 def _write(path: Path, value: Mapping[str, object], what: str) -> None:

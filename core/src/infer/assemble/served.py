@@ -79,12 +79,12 @@ class Served:
         *,
         special: bool = True,
         grammar: Grammar | None = None,
-        forks: Callable[[Sequence[int]], tuple[int, ...]] | None = None,
+        forks: Callable[[Sequence[int]], tuple[int, ...]] | tuple[int, ...] = (),
         **fields: Any,
     ) -> Request:
         """Make a checked Request: tokenize the prompt, with the tokenizer's leading special tokens if ``special``, and
-        compile its structured outputs unless ``grammar`` is given. ``forks`` finds ``Request.forks`` among the tokens,
-        and ``fields`` are passed to ``Request.make``. A long text or a new grammar takes a while. Raises
+        compile its structured outputs unless ``grammar`` is given. ``forks`` are ``Request.forks``, or find them among
+        the tokens, and ``fields`` are passed to ``Request.make``. A long text or a new grammar takes a while. Raises
         RequestError."""
         ids = self.encode(prompt, special=special) if isinstance(prompt, str) else prompt
         if grammar is None and params.structured_outputs is not None:
@@ -95,6 +95,6 @@ class Served:
             vocab_size=self.vocab_size,
             max_seq_len=self.max_seq_len,
             grammar=grammar,
-            forks=() if forks is None else forks(ids),
+            forks=forks if isinstance(forks, tuple) else forks(ids),
             **fields,
         )

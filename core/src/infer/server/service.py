@@ -216,7 +216,7 @@ class Service:
         special: bool = True,
         grammar_after: tuple[int, ...] = (),
         thinking: ThinkingTokens | None = None,
-        forks: Callable[[Sequence[int]], tuple[int, ...]] | None = None,
+        forks: Callable[[Sequence[int]], tuple[int, ...]] | tuple[int, ...] = (),
         pooling: Pooling | None = None,
     ) -> list[Request]:
         """Make ``n`` requests for each prompt, in order. Raises RequestError, or RequestTimeoutError if the time of
@@ -254,7 +254,7 @@ class Service:
                         grammar=grammar,
                         grammar_after=grammar_after,
                         thinking=thinking,
-                        forks=forks,
+                        forks=made[-1].forks if i else forks,
                         pooling=pooling,
                         trace=trace,
                         adapter=adapter,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from infer_router.loader import Loader
 from infer_router.outline import Outgoing
 from infer_router.plan import Plan
 
+ASKED_S = 5.0
+"""How often it is seen whether who watches is still let in."""
 Sent = Callable[[web.Request, str, Outgoing], Awaitable[web.StreamResponse]]
 
 
@@ -33,7 +36,7 @@ class Console:
         own = await self._own(name) if states[name]["state"] == "loaded" else None
         models = [{"name": each, "state": status["state"]} for each, status in states.items()]
         told: dict[str, Any] = {"max_seq_len": about.get("max_model_len"), "sampling": {}} if own is None else own
-        told |= {"model": name, "models": models, "loaded": own is not None, "keys": bool(self._keys)}
+        told |= {"model": name, "models": models, "loaded": states[name]["state"] == "loaded", "keys": bool(self._keys)}
         return web.json_response(told, headers={"Cache-Control": "no-store"})
 
     async def steps(self, http: web.Request) -> web.StreamResponse:
@@ -41,11 +44,18 @@ class Console:
         name = self._chosen(http)
         if not self._ingresses[name].fleet.urls:
             raise EngineDeadError(f"{name!r} is not loaded: it is when it is asked something.")
-        return await self._sent(http, name, Outgoing(seeded=True))
+        sending = asyncio.ensure_future(self._sent(http, name, Outgoing()))
+        try:
+            while not (await asyncio.wait((sending,), timeout=ASKED_S))[0]:
+                if self._keys and not self._keys.admit(http) and http.transport is not None:
+                    http.transport.close()  # its session has ended
+            return await sending
+        finally:
+            sending.cancel()
 
     def _chosen(self, http: web.Request) -> str:
         """The model that the page names; if it names none that is served, the one that was used last."""
-        named = self._plan.meant(http.query.get("model", ""))
+        named = self._plan.meant(model) if (model := http.query.get("model")) else None
         return named or self._loader.latest() or next(iter(self._plan.engines))
 
     async def _own(self, name: str) -> dict[str, Any] | None:

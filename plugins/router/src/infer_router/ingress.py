@@ -40,6 +40,7 @@ FORMATS = {
 """How errors and streams are written, by path, if not as OpenAI's chats are."""
 STATE = "/ray/state"
 """The route of a replica that tells what it is doing."""
+MODELS = "/v1/models"
 HIDDEN = ("/console", "/ray")
 """Routes of single replicas, which would mean nothing here."""
 CONNECT_S = 5.0
@@ -276,7 +277,9 @@ def application(
         ],
         client_max_size=server.max_body_bytes,
     )
-    app[WIRE_FORMATS] = lambda http: FORMATS.get(http.path, Anthropic() if VERSION in http.headers else OPENAI)
+    app[WIRE_FORMATS] = lambda http: FORMATS.get(
+        http.path, Anthropic() if VERSION in http.headers and http.path.startswith(MODELS) else OPENAI
+    )
     if server.cors_origins:
         app.on_response_prepare.append(allow_origin(server.cors_origins))
     app.on_response_prepare.append(prepare)

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "infer_router.process")
 HEALTH_TIMEOUT_S = 5.0
 PIECE_BYTES = 1 << 16
+MOST_LINE = 1 << 24
 
 
 class EngineProcess:
@@ -131,15 +132,14 @@ class LocalMachine:
 
     async def _ordered(self, name: str, first: str) -> Process | None:
         """The spare process, which has read its orders. None if there is none, or it has ended before."""
-        process = await self._spares.take()
-        if process is None:
-            return None
         try:
+            if (process := await self._spares.take()) is None:
+                return None
             async with _ended_by_error(process):
                 await _tell(process, first)
                 await _said(process, TAKEN)
             return process
-        except EngineDeadError as error:
+        except (EngineDeadError, OSError) as error:
             log.warning("model %s: %s It gets a process that begins anew.", name, error)
             return None
 
@@ -156,6 +156,7 @@ class LocalMachine:
                 *(*COMMAND, kind),
                 stdin=PIPE,
                 stdout=PIPE,
+                limit=MOST_LINE,
                 start_new_session=True,  # Ctrl-C is for this process, which drains
             )
         )
@@ -202,7 +203,7 @@ async def _said(process: Process, begin: str) -> str:
 
 async def _read(process: Process, learn: Callable[[Sequence[str]], None]) -> None:
     assert process.stdout is not None
-    with contextlib.suppress(InferError):  # it has ended, which others wait for
+    with contextlib.suppress(InferError, ValueError):  # it has ended, which others wait for, or was interrupted
         learn(json.loads((await _said(process, MODULES)).removeprefix(MODULES)))
     while await process.stdout.read(PIECE_BYTES):
         pass

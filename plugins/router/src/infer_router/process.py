@@ -123,7 +123,7 @@ def _prepared(source: IO[str]) -> Any:
         for name in json.loads(line)["modules"]:
             try:
                 importlib.import_module(name)
-            except Exception as error:  # an engine that needs it says so
+            except (Exception, SystemExit) as error:  # an engine that needs it says so
                 log.debug("module %s cannot be imported beforehand: %r", name, error)
     gc.collect()
     gc.freeze()  # what is there stays, and no collection of a start needs to look through it
@@ -222,9 +222,11 @@ def _patiently(bind: Callable[[], Any], seconds: float) -> Any:
 
 def _listen(source: IO[str], hear: Callable[[str], object]) -> None:
     def run() -> None:
-        for line in source:
-            hear(line)
-        os._exit(1)  # whoever could say how this process is to end has gone
+        try:
+            for line in source:
+                hear(line)
+        finally:
+            os._exit(1)  # whoever could say how this process is to end has gone
 
     threading.Thread(target=run, daemon=True).start()
 

@@ -118,6 +118,9 @@ class ClientStream:
         if not self._created and (found := CREATED.search(data)):
             self._created = found[0]
         for _, frame in _frames(data):
+            if not isinstance(frame, dict):
+                self.known = False  # as the steps are that a console watches
+                return
             self._events += bool(frame)
             for key, kind, container, name in _places(frame):
                 self._account.add(key, kind, container[name])

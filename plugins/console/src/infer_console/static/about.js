@@ -3,8 +3,9 @@
 import { by, el, table } from "./dom.js";
 
 export function setUp({ model, loaded = true, plugins, settings, exact, max_seq_len: longest }) {
-  if (!loaded) {
-    by("about").replaceChildren(el("p", {}, `${model} is not loaded. It is when you ask it something.`));
+  if (!plugins) {
+    const why = loaded ? "does not say what it has" : "is not loaded. It is when you ask it something";
+    by("about").replaceChildren(el("p", {}, `${model} ${why}.`));
     return;
   }
   const columns = ["slot", "name", "chosen", "why", "description", "distribution", "version"];

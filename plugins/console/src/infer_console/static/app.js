@@ -2,7 +2,7 @@
 
 import { setUp as about } from "./about.js";
 import { call, choose, ofModel, onRefused } from "./api.js";
-import { setUp as chat } from "./chat.js";
+import { setUp as chat, turnTo } from "./chat.js";
 import { by, el, notice } from "./dom.js";
 import { restart, show as watch } from "./live.js";
 import { readModel, writeModel } from "./store.js";
@@ -10,6 +10,7 @@ import { readModel, writeModel } from "./store.js";
 const VIEWS = ["chat", "live", "about"];
 const tabs = new BroadcastChannel("infer.console"); // to the others of this browser, which share the cookie
 let ready = false;
+let latest = 0;
 
 function select(view) {
   for (const each of VIEWS) {
@@ -34,7 +35,9 @@ function ask() {
 
 // Show what the server says of itself, and of its models if it has several.
 async function refresh() {
+  const own = ++latest;
   const served = await (await call(ofModel("console/api/server"))).json();
+  if (own !== latest) return; // another model has been chosen meanwhile
   const several = Boolean(served.models);
   by("logout").hidden = !served.keys;
   by("model").textContent = several ? "" : served.model;
@@ -67,6 +70,7 @@ async function enter() {
 by("models").onchange = async () => {
   const name = by("models").value;
   choose(name);
+  turnTo(name);
   writeModel(name);
   restart();
   await refresh().catch((error) => notice(error.message));

@@ -21,6 +21,11 @@ function fresh() {
   return { id: `${Date.now()}-${crypto.getRandomValues(new Uint32Array(1))[0]}`, at: 0, messages: [], title: "", named: false };
 }
 
+// Ask this model of the server's from here on.
+export function turnTo(name) {
+  model = name;
+}
+
 // Ask this server's model, and no longer the one before. ``call`` is called after each answer.
 export function setUp(served, call) {
   [model, answered] = [served.model, call];
