@@ -64,7 +64,7 @@ def streamed(request: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[An
     def stream(*args: Any, **kwargs: Any) -> Iterator[Any]:
         for chunk in request(*args, **kwargs):
             for choice in chunk.get("choices", ()):
-                if "role" in choice.get("delta", ()) and choice["delta"].get("content") == "":
+                if "role" in choice.get("delta", ()) and not choice["delta"].get("content"):
                     choice["delta"]["content"] = None
             yield chunk
 

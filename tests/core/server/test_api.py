@@ -99,8 +99,8 @@ BAD: list[tuple[Body, str | None, str]] = [
             "messages": MESSAGES,
             "tools": [{"type": "custom", "custom": {"name": "f", "format": {"type": "grammar", "grammar": {}}}}],
         },
-        "tools[0].custom.format.type",
-        "'text' is",
+        "tools[0].custom.format.grammar.syntax",
+        "is missing",
     ),
     (
         {
@@ -185,7 +185,7 @@ async def test_other_endpoints_name_their_own_fields(chatty: dict[str, Any]) -> 
         ("/v1/completions", {"prompt": "x", "guided_grammar": "start: ("}, "guided_grammar", "compile"),
         ("/v1/responses", {"input": long}, "input", "maximum context length"),
         ("/v1/responses", {"input": "x", "text": schema}, "text.format", "compile"),
-        ("/v1/responses", {"input": "x", "tools": [grammar], "tool_choice": "required"}, "tools", "compile"),
+        ("/v1/responses", {"input": "x", "tools": [grammar], "tool_choice": "required"}, "tools[0].format", "compile"),
         ("/tokenize", {"messages": []}, "messages", "at least 1"),
     ]
     async with running(**chatty) as server:

@@ -9,9 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -75,12 +76,24 @@ def test_a_signal_ends_the_process_whatever_is_compiled(tmp_path: Path) -> None:
             client.close()
 
 
+def children(pid: int) -> list[str]:
+    """The commands of the processes that this one has started. One that ends meanwhile has none."""
+    found = []
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.NoSuchProcess):
+            found.append(" ".join(child.cmdline()))
+    return found
+
+
 @pytest.mark.slow
 def test_the_process_that_checks_large_bodies_is_there_before_the_first(tmp_path: Path) -> None:
+    """It begins by itself soon after the start."""
     with process(tmp_path) as started:
         ready(started)
-        commands = [" ".join(child.cmdline()) for child in psutil.Process(started.pid).children()]
-        assert [command for command in commands if "infer.server.http.bodies" in command]
+        begun = time.monotonic()
+        while not any("infer.server.http.bodies" in child for child in children(started.pid)):
+            assert time.monotonic() < begun + HANG_S
+            time.sleep(0.05)
         started.send_signal(signal.SIGTERM)
         assert started.wait(HANG_S) == 0
 

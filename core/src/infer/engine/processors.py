@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.contracts.params import CallOutputs
 from infer.contracts.request import Request, ThinkingTokens
 from infer.device import upload
 from infer.text.grammar import Bits, Masks, Matcher
@@ -195,13 +196,16 @@ class LogitsProcessor:
             self._stops = []
         m, count = len(self._row), self._count[: len(self._row)]
         penalty = self._params.frequency_penalty * count + self._params.presence_penalty * (count > 0)
+        forced = None if self._thinking is None else self._thinking.forced
+        if forced is not None and matcher is not None and not matcher.allows(forced):
+            forced = None  # half a character comes before the tag: it is closed behind the other half
         return Edit(
             self._ids[:m],
             self._bias[:m],
             self._repetition[:m],
             penalty.astype(np.float32),
             None if matcher is None else matcher.allowed,
-            None if self._thinking is None else self._thinking.forced,
+            forced,
         )
 
     @property
@@ -233,7 +237,7 @@ class LogitsProcessor:
                 self._matcher.accept(token)
             elif token == self._gate[self._passed]:
                 self._passed += 1
-                if not self._waits:
+                if not self._waits and not isinstance(self._params.structured_outputs, CallOutputs):
                     self._thinking = None  # a tag from now on is part of what the grammar describes
             elif token == self._gate[0]:
                 self._passed = 1

@@ -142,7 +142,7 @@ class Conversation:
         wanted = "none" if hints.get("enable_thinking") is False else given
         if wanted == "none" and not {"enable_thinking", "thinking"}.isdisjoint(known):
             wanted = None
-        rest = None if wanted == given and "reasoning_effort" in known else wanted
+        rest = None if wanted == given != "none" and "reasoning_effort" in known else wanted
         try:
             return await render(**{**hints, **variables}), rest
         except RequestError:

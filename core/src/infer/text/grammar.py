@@ -69,6 +69,10 @@ class Matcher:
         """How many of the tokens, from the first one on, may come next."""
         return 0 if self.fault is not None else int(self._matcher.validate_tokens(list(token_ids)))
 
+    def allows(self, token_id: int) -> bool:
+        """Whether the token may come next, by ``allowed``."""
+        return bool(self.allowed[token_id >> 5] >> (token_id & 31) & 1)
+
     def compute(self) -> None:
         """Compute which tokens are allowed next, without holding the GIL."""
         try:
@@ -320,6 +324,8 @@ def check(tokenizer: LLTokenizer, source: str, stops: Collection[int]) -> Checke
             text = call_grammars.compiled(source, lambda own: (fault := fault_of(own)) and _short(fault), stops)
         except ToolGrammarError as error:
             return Checked(None, Fault(str(error), error.param))
+        if len(text) > MAX_CHARS:
+            return Checked(None, Fault(f"the grammars of its tools become more than {MAX_CHARS} characters"))
     before = _resident()
     fault = fault_of(text or source)
     return Checked(text, None if fault is None else Fault(fault), max(0, _resident() - before))

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+MOST_KEPT = 64
+"""How many characters a class may have whose rewriting is cached."""
 ESCAPED = {chr(code) for code in range(0x20)} | {'"', "\\"}
 """The characters that cannot stand in a JSON string as they are."""
 PLAIN = r'[^"\\\x00-\x1F]'
@@ -112,13 +114,13 @@ class _Rewriting:
         """Whether the whole grammar becomes one terminal."""
         self._terminals: dict[str, str] = {}
         """The terminals that stand in rules, with the names that they get, unless the grammar is flat."""
-        self._ignored = f"{self._prefix}-ignored".upper()
+        self._ignored = f"{self._prefix}0ignored".upper()  # rules get names with a hyphen
         self._ignores = any(statement[0].text == "%ignore" for statement in self._statements)
 
     def between(self, before: str, after: str) -> str:
         """The grammar with what stands around it. Raises ValueError."""
         lines = [self._statement(statement) for statement in self._statements]
-        start, whole = self._rule("start"), f"{self._prefix}-whole".upper()
+        start, whole = self._rule("start"), f"{self._prefix}0whole".upper()
         ignored = [
             " ".join(self._body(self._once(each[1:]), False)) for each in self._statements if each[0].text == "%ignore"
         ]
@@ -404,9 +406,13 @@ def _written(escaped: set[str], plain: str | None) -> str:
     return f"(?:{'|'.join(ways if plain is None else [plain, *ways])})"
 
 
-@functools.lru_cache(maxsize=4096)
 def _atom(text: str) -> str:
     """What an escape or a class matches, as it is written within a JSON string."""
+    return (_short_atom if len(text) <= MOST_KEPT else _short_atom.__wrapped__)(text)
+
+
+@functools.lru_cache(maxsize=4096)
+def _short_atom(text: str) -> str:
     found = _starts(f"start: /{text}/")
     escaped = {chr(byte) for byte in found} & ESCAPED
     if not escaped:

@@ -61,11 +61,14 @@ HEADER = re.compile(
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
 )
 _S = r"[ \n\r\t]*"
+_ANY = r"[\s\x1c-\x1f]*"
+"""What ``HEADER`` takes for white space."""
 _ID = r"[\w-]{0,64}"
 FORM = CallForm(
     header=rf'\{{{_S}("type"{_S}:{_S}"function"{_S},{_S})?("tool_call_id"{_S}:{_S}"{_ID}"{_S},{_S})?'
     rf'"(tool_)?name"{_S}:{_S}"NAME"{_S},{_S}"(arguments|parameters)"{_S}:',
-    named=rf'"(name|tool_name|function)"{_S}:{_S}"(NAME"|[^"\\]*\\u00[4-7])',
+    named=rf'"(name|tool_name|function|[^"\\]*\\u00[^"]*)"{_ANY}:{_ANY}"'
+    r'(NAME"|[^"\\]*\\u00([4-7]|2[dDeE]|3[0-9aA]))|<\|tools_prefix\|>',
     before=rf'{SPACE}\{{{SPACE}"input"{SPACE}:{SPACE}"',
     after=rf'"{SPACE}\}}{SPACE}(,{SPACE}"id"{SPACE}:{SPACE}"{_ID}"{SPACE})?\}}',
     closing=None,
