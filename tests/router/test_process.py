@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import pytest
 from tests.serving import HANG_S, holding, serving
 
 from infer.server.http.sockets import bind
-from infer_router.process import FAULT, Process
+from infer_router.process import FAULT, Process, main
 
 SETTINGS = {"server": {"port": 0, "access_log": False, "drain_timeout_s": HANG_S}}
 ROUTER = {"balance": 1.25, "slack": 4, "most_blocks": 1024}
@@ -79,3 +80,22 @@ def test_an_engine_that_cannot_serve_says_why() -> None:
     with pytest.raises(RuntimeError, match=f"{FAULT}'nosuch' is neither a folder or file nor a bundled name"):
         process.ready()
     process.end(0)
+
+
+def test_a_process_that_has_closed_everything_takes_nothing_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LeftError(BaseException):
+        pass
+
+    def leave(code: int) -> None:
+        steps.append(code)
+        raise LeftError
+
+    steps: list[object] = []
+    monkeypatch.setattr("sys.argv", ["process", "sizes"])
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"settings": {}}\n'))
+    monkeypatch.setattr("infer_router.process._sizes", lambda first, source: steps.append("served"))
+    monkeypatch.setattr("atexit._run_exitfuncs", lambda: steps.append("log written"))
+    monkeypatch.setattr("os._exit", leave)
+    with pytest.raises(LeftError):
+        main()
+    assert steps == ["served", "log written", 0]

@@ -11,6 +11,7 @@ It ends when its input does, which is when its parent has ended in whatever way,
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import gc
@@ -111,6 +112,10 @@ def main() -> None:
         print(f"{FAULT}{' '.join(str(error).split())}", flush=True)
         print(f"infer: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    # All is closed. Taking the interpreter, torch and the weights apart takes longer, and the next model waits for it.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _prepared(source: IO[str]) -> Any:
