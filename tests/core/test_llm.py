@@ -20,8 +20,8 @@ from infer.contracts.text import ToolFormatRegistration
 from infer.engine.engine import Engine, Message
 from infer.engine.schedulers import ContinuousScheduler
 from infer.plugins.discovery import Plugins
-from infer.text.tool_formats.objects import bare
 from infer.text.tool_formats.reader import scripted
+from infer_tool_formats.objects import bare
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from tests.examples import seeded, slowly
 from tests.testing.planted import Bug, Bugs, caught
 
 from infer.contracts.text import PartProtocol, Piece, Tools
-from infer.plugins.builtin import infer_tool_formats
 from infer.text.tool_formats.reader import Reader, Script, Steps
 from infer_testing import check_tool_format
+from infer_tool_formats import infer_tool_formats
 
 NAME, ARGUMENTS = "look_up", {"place": 'Rome "IT"', "days": 3, "more": [1, {"a": None}]}
 SCHEMA = {"properties": {"days": {"type": "integer"}, "more": {"type": "array"}}}

@@ -10,7 +10,7 @@ from tests.puppet import Puppets, say
 from tests.serving import Running, retokened, running
 
 from infer.text.templates import ChatTemplate
-from infer.text.tool_formats.harmony import END, TOKENS
+from infer_tool_formats.harmony import END, TOKENS
 
 TEMPLATE = """\
 <|start|>system<|message|>Channels: analysis, commentary, final.<|end|>

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,29 @@ class Muse:
             Registration("muse", lambda settings: ReasoningTags("<think>", "[/MUSE]"), "a test's"),
             Registration("broken", broken, "makes no tags", priority=9),
         ]
+
+
+async def test_without_any_format_calls_are_forced_or_refused_and_the_package_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where infer-core is installed without infer-tool-formats."""
+    discover, others = Plugins.discover, [each for each in entry_points(group="infer") if each.name != "tool_formats"]
+    monkeypatch.setattr(Plugins, "discover", lambda extra=(): discover(extra, installed=others))
+    async with running(model=chatty(tmp_path)) as server:
+        status, refused, _ = await server.post(BODY, CHAT)
+        _, forced, _ = await server.post(BODY | {"tool_choice": "required"}, CHAT)
+    assert (status, refused["error"]["param"]) == (400, "tools")
+    assert "This server has no format of tool calls; install infer-tool-formats" in refused["error"]["message"]
+    (call,) = forced["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "look"
+    brings = "pip install -r dist/infer-tool-formats.txt brings some"
+    assert f"has none of the known formats (none is installed); {brings}" in caplog.text
+    assert f"model.reasoning: auto finds no format installed, so reasoning is not told from the text; {brings}" in (
+        caplog.text
+    )
+    for setting in ("tool_format", "reasoning"):
+        with pytest.raises(PluginError, match=rf"model\.{setting} is 'harmony', .* none is installed\. Install it"):
+            LLM("demo", model={setting: "harmony"})
 
 
 @pytest.mark.parametrize("setting", ["auto", "muse"])

@@ -16,11 +16,11 @@ from tests.examples import slowly
 
 from infer.contracts.params import CallOutputs, ToolGrammar
 from infer.contracts.text import ReasoningTags
-from infer.plugins.builtin import infer_tool_formats
 from infer.server.tools import TEXT_PARAMETERS
 from infer.text import call_grammars
 from infer.text.grammar import check
 from infer.text.tools import calls_schema, make_parser
+from infer_tool_formats import infer_tool_formats
 
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>")
 FORMS = {each.name: each.forms for each in infer_tool_formats() if each.forms}

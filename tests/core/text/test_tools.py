@@ -16,10 +16,10 @@ from tests.examples import slowly
 
 from infer.contracts.registration import NoSettings
 from infer.contracts.text import ReasoningTags
-from infer.plugins.builtin import infer_tool_formats
-from infer.text.tool_formats import ToolFormat, harmony, recognize
+from infer.text.tool_formats import ToolFormat, recognize
 from infer.text.tool_formats.reader import Script
 from infer.text.tools import Calls, calls_schema, make_parser, opens_reasoning
+from infer_tool_formats import harmony, infer_tool_formats
 
 FORMATS = {
     each.name: ToolFormat(each.name, lambda tools, make=each.factory: make(tools, NoSettings()))  # type: ignore[misc]
@@ -373,6 +373,17 @@ def test_what_is_forced_and_cut_off_is_content_until_its_arguments_begin() -> No
         assert len(found["calls"]) == sum(begin < end for begin in begins)
         unread = text[opens[1] : end] if begins[0] < end <= begins[1] else ""
         assert found["content"] == (text[:end] if end <= begins[0] else unread)
+
+
+def test_what_is_forced_is_one_of_the_tools() -> None:
+    """With whitespace wherever the grammar lets it stand, and nothing that is another function's."""
+    blank = " \n" * 20
+    spaced = blank.join(["", "[", "{", '"name"', ":", '"clock.now"', ",", '"arguments"', ":", "{}", "}", "]"])
+    for size in (1, 7, len(spaced)):
+        parts = [spaced[i : i + size] for i in range(0, len(spaced), size)]
+        assert told(parts, None, thinks=False, forced=True)["calls"] == [["clock.now", "{}"]]
+    other = CALL.replace("weather", "wether")
+    assert told([f"[{other}]"], None, thinks=False, forced=True)["calls"] == []
 
 
 def test_a_format_is_recognized_by_what_it_says() -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from infer.checkpoint import Checkpoint
 from infer.contracts.sections import Settings
 from infer.contracts.text import PartProtocol, ReasoningTags, ToolFormatRegistration
-from infer.errors import CheckpointError, PluginError, SettingsError
+from infer.errors import CheckpointError, PluginError, SettingsError, installing
 from infer.plugins import inspection
 from infer.plugins.discovery import Offer, Plugins
 from infer.plugins.inspection import CheckedPart, Named
@@ -57,6 +57,11 @@ def tool_format(settings: Settings, offer: Offer, tokenizer: Tokenizer) -> ToolF
 def _reasoning(settings: Settings, plugins: Plugins, template: str) -> tuple[ReasoningTags | None, list[ReasoningTags]]:
     """The model's tags, and all that are installed. One that cannot be made is left out, unless it is asked for."""
     chosen, auto = plugins.candidates("reasoning", settings), settings.model.reasoning == "auto"
+    if auto and template and not plugins.offers["reasoning"]:
+        log.warning(
+            "model.reasoning: auto finds no format installed, so reasoning is not told from the text; %s brings some",
+            installing("infer-tool-formats"),
+        )
     made: dict[str, ReasoningTags] = {}
     for offer in plugins.offers["reasoning"]:
         try:

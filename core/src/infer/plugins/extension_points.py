@@ -170,9 +170,22 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
         PartProtocol,
         "model.tool_format",
         when="by what the chat template writes",
+        packages=dict.fromkeys(
+            (
+                *("tags", "action", "xml", "glm", "kimi", "kimi3", "deepseek", "dsml", "minimax", "minicpm", "solar"),
+                *("gemma", "mistral", "harmony", "python", "json"),
+            ),
+            "infer-tool-formats",
+        ),
     ),
     "reasoning": ExtensionPoint(
-        "infer_reasoning_formats", "model", setting="model.reasoning", when="by the chat template"
+        "infer_reasoning_formats",
+        "model",
+        setting="model.reasoning",
+        when="by the chat template",
+        packages=dict.fromkeys(
+            ("think", "minimax_m3", "hunyuan", "gemma", "command", "apertus", "harmony"), "infer-tool-formats"
+        ),
     ),
     "observer": ExtensionPoint(
         "infer_observers",

@@ -14,7 +14,7 @@ from infer.contracts.params import CallOutputs, SamplingParams
 from infer.contracts.request import ThinkingTokens
 from infer.contracts.sections import ModelSettings
 from infer.contracts.text import ReasoningTags
-from infer.errors import RequestError
+from infer.errors import RequestError, installing
 from infer.server.http.body import Body
 from infer.server.http.parsing import checked
 from infer.server.rendering import Renderer
@@ -90,10 +90,11 @@ class Conversation:
             self.tool_format = recognize(formats, written, known, (function["name"], PROBE_ARGUMENTS))
             why = f"a call, which it writes as {written[:200]!r}, cannot be read back"
         if self.tool_format is None:
+            advice = "set model.tool_format if the model has one"
+            if not formats:
+                why, advice = "none is installed", f"{installing('infer-tool-formats')} brings some"
             log.warning(
-                "requests with tools are refused: the chat template has none of the known formats (%s); set "
-                "model.tool_format if the model has one",
-                why,
+                "requests with tools are refused: the chat template has none of the known formats (%s); %s", why, advice
             )
         else:
             log.info("tool calls are read as model.tool_format = %s", self.tool_format.name)
@@ -158,6 +159,12 @@ class Conversation:
         """The reply that a body asks for. ``sampling`` makes its sampling parameters, and takes the
         ``structured_outputs`` that calls need. Raises RequestError."""
         if tools.offered and tools.forced is None and self.tool_format is None:
+            if self._setting == "auto" and not self._served.tool_formats:
+                raise RequestError(
+                    "This server has no format of tool calls; install infer-tool-formats there, or force a call with "
+                    "tool_choice.",
+                    param="tools",
+                )
             raise RequestError(
                 "The format in which this model's chat template writes tool calls is unknown; set model.tool_format, "
                 "or force a call with tool_choice.",

@@ -6,6 +6,7 @@ They take the answer's text in pieces, and their result does not depend on where
 from __future__ import annotations
 
 import functools
+import re
 import secrets
 import string
 from collections.abc import Collection, Iterator, Sequence
@@ -14,8 +15,19 @@ from typing import Any
 from pydantic_core import from_json
 
 from infer.contracts.text import PartProtocol, Piece, ReasoningTags, Tools
-from infer.text.tool_formats import ToolFormat, objects
-from infer.text.tool_formats.reader import Marks, Reader, Script, Steps, comes, spaces
+from infer.text.tool_formats import ToolFormat
+from infer.text.tool_formats.reader import (
+    Marks,
+    Reader,
+    Script,
+    Steps,
+    ahead,
+    arguments,
+    comes,
+    prose,
+    run,
+    spaces,
+)
 
 ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9
@@ -24,6 +36,11 @@ NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "defini
 """Keywords of JSON schemas whose values hold schemas by names that clients choose."""
 VALUES = ("const", "enum", "default", "examples")
 """Those whose values are no schemas."""
+_LIST = Marks("[")
+_LISTED = re.compile(r'\[?\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,128})"\s*,\s*"arguments"\s*:\s*(?=\S)')
+_LOOK_AHEAD = 1024
+"""What ``_LISTED`` matches is not longer: a grammar bounds the whitespace."""
+_NEXT = re.compile(r"[^\s},\]]")
 
 
 class Plain:
@@ -145,6 +162,17 @@ class Within(Filter):
         yield from self._inner.flush()
 
 
+def listed(reader: Reader, tools: Tools) -> Steps[None]:
+    """Read a list of calls that follows ``calls_schema``. What is cut off before a call's arguments is content."""
+    while (yield from prose(reader, _LIST)) is not None:
+        while (call := (yield from ahead(reader, _LISTED, _LOOK_AHEAD))) and call["name"] in tools:
+            reader.take(call.end())
+            yield Piece("call", call["name"])
+            yield from arguments(reader)
+            yield from run(reader, _NEXT)
+        yield reader.content(reader.take(1))
+
+
 class Inputs(Filter):
     """Filters pieces: the arguments of a call to one of the ``custom`` tools, ``{"input": ...}``, become the text that
     the tool takes. They come in one piece, when they are complete or cut off."""
@@ -237,8 +265,8 @@ def make_parser(
     part = Plain() if whole is None else whole(tools)
     if tools and (forced or tool_format is not None):
         if forced:
-            # Calls that follow the schema are bare JSON, whatever the model's own format.
-            part = Within(part, Script(functools.partial(objects.bare, tools=tools)))
+            # Calls that follow the schema are JSON, whatever the model's own format.
+            part = Within(part, Script(functools.partial(listed, tools=tools)))
         elif whole is None and tool_format is not None:
             part = tool_format.reader(tools)
         part = Answer(part, most=None if parallel else 1)

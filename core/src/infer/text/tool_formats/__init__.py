@@ -1,5 +1,4 @@
-"""How models write tool calls. Core's formats, each a script, are registered by ``infer_tool_formats`` like any
-other."""
+"""How models write tool calls. Plugins register the formats, by ``infer_tool_formats``."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from collections.abc import Collection
 from typing import Any
 
 from infer.contracts.text import Piece, Tools
-from infer.text.tool_formats.objects import FENCE
 from infer.text.tool_formats.reader import (
     Extent,
     Marks,
@@ -21,6 +20,7 @@ from infer.text.tool_formats.reader import (
     spaces,
     value,
 )
+from infer_tool_formats.objects import FENCE
 
 OPENINGS = ("<|python_start|>", "<|tool_call_start|>", FENCE)
 CLOSINGS = ("<|python_end|>", "<|tool_call_end|>", FENCE)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from infer.contracts.text import CallForm, Piece, Tools
-from infer.text.tool_formats.objects import FORM, calls
 from infer.text.tool_formats.reader import SPACE, Marks, Reader, Steps, ahead, arguments, comes, prose, spaces
+from infer_tool_formats.objects import FORM, calls
 
 MARK = "[TOOL_CALLS]"
 TOKENS = (MARK, "[CALL_ID]", "[ARGS]")

@@ -20,7 +20,7 @@ from infer.text.tool_formats.reader import (
     spaces,
     value,
 )
-from infer.text.tool_formats.xml import NO_STRING, typed
+from infer_tool_formats.xml import NO_STRING, typed
 
 QUOTES = {"<|tool_call>": '<|"|>', "<start_function_call>": "<escape>"}
 """What stands around strings, by the token that a call begins with: Gemma 4's and FunctionGemma's."""

@@ -7,8 +7,8 @@ import re
 from typing import NamedTuple
 
 from infer.contracts.text import Piece, Tools
-from infer.text.tool_formats.objects import FENCE
 from infer.text.tool_formats.reader import Marks, Reader, Steps, arguments, begin_call, comes, prose, spaces
+from infer_tool_formats.objects import FENCE
 
 
 class Dialect(NamedTuple):
