@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.puppet import Puppet, say
-from tests.serving import Body, Running, retokened, running
+from tests.serving import Body, Running, chatty, retokened, running
 from tests.support import CONFIGS, build_model, random_tensors
 from torch import Tensor
 
@@ -276,3 +276,22 @@ def test_where_later_prompts_may_leave_a_prompt(steps: int, forks: tuple[int, ..
     reply = Reply("", SamplingParams(), ToolUse(), None, None, False, (), opening=(7, 8), steps=steps)
     assert reply.forks([1, 7, 8, 2, 7, 8, 7, 7, 8, 3, 7, 8]) == forks
     assert replace(reply, opening=()).forks([1, 7, 8]) == ()
+
+
+@pytest.mark.parametrize("states", [False, True])
+async def test_a_prompt_is_searched_for_forks_if_the_pool_has_a_use_for_them(
+    states: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it has where the model has states."""
+    searched: list[int] = []
+
+    def forks(reply: Reply, ids: Sequence[int]) -> tuple[int, ...]:
+        searched.append(len(ids))
+        return ()
+
+    monkeypatch.setattr(Reply, "forks", forks)
+    model = checkpoint(tmp_path, STYLES["lfm2"]) if states else chatty(tmp_path)
+    async with running([Actors()], model=model, engine={"max_seq_len": 512}) as server:
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        _, answered, _ = await server.post(body, "/v1/chat/completions")
+    assert searched == ([answered["usage"]["prompt_tokens"]] if states else [])

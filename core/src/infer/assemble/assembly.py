@@ -17,7 +17,7 @@ from infer.assemble.drafts import speculation
 from infer.assemble.kept import KeptVerdict
 from infer.assemble.served import Served
 from infer.assemble.texts import Texts, read_tokenizer, tool_format
-from infer.contracts.cache import CachePoolProtocol, LastingPool
+from infer.contracts.cache import CachePoolProtocol, ForkingPool, LastingPool
 from infer.contracts.model import ModelProtocol
 from infer.contracts.proposer import OwnHead, ProposerProtocol, SecondModel
 from infer.contracts.scheduler import SchedulerContext
@@ -298,6 +298,7 @@ class Assembly(Blueprint):
             pooling=checkpoint.pooling,
             verdict=verdict,
             engine=settings.engine,
+            forking=isinstance(self.pool, ForkingPool),
         )
 
 

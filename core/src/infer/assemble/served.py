@@ -51,6 +51,8 @@ class Served:
     """Of the check at the start."""
     engine: EngineSettings
     """As they are on this device: see ``for_device``."""
+    forking: bool = False
+    """Whether the cache pool is a ForkingPool, which wants to know ``Request.forks``."""
     adapters: LoadedAdapters | None = None
     """None if the settings ask for none and let none be loaded."""
 
@@ -84,8 +86,8 @@ class Served:
     ) -> Request:
         """Make a checked Request: tokenize the prompt, with the tokenizer's leading special tokens if ``special``, and
         compile its structured outputs unless ``grammar`` is given. ``forks`` are ``Request.forks``, or find them among
-        the tokens, and ``fields`` are passed to ``Request.make``. A long text or a new grammar takes a while. Raises
-        RequestError."""
+        the tokens if the pool wants them, and ``fields`` are passed to ``Request.make``. A long text or a new grammar
+        takes a while. Raises RequestError."""
         ids = self.encode(prompt, special=special) if isinstance(prompt, str) else prompt
         if grammar is None and params.structured_outputs is not None:
             grammar = self.grammars.compile(params.structured_outputs)
@@ -95,6 +97,6 @@ class Served:
             vocab_size=self.vocab_size,
             max_seq_len=self.max_seq_len,
             grammar=grammar,
-            forks=forks if isinstance(forks, tuple) else forks(ids),
+            forks=forks if isinstance(forks, tuple) else forks(ids) if self.forking else (),
             **fields,
         )
