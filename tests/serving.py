@@ -23,7 +23,6 @@ from infer.assemble import assembly
 from infer.assemble.assembly import start
 from infer.assemble.served import Served
 from infer.contracts.sections import Settings
-from infer.contracts.server import Route
 from infer.engine.exactness import self_check
 from infer.engine.loop import EngineLoop
 from infer.engine.schedulers import ContinuousScheduler
@@ -33,7 +32,7 @@ from infer.server.app import make_app
 from infer.server.http.body import Body as WireBody
 from infer.server.http.sockets import bind, listen
 from infer.server.messages import Message
-from infer.server.openapi import document
+from infer.server.openapi import Place, document
 from infer.server.testing import Serving
 from infer.settings import load_settings
 
@@ -87,12 +86,13 @@ DESCRIBED: list[list[object]] = []
 """The routes whose description has been tried."""
 
 
-def describe_once(routes: Sequence[Route], server_name: str) -> None:
+def describe_once(places: Sequence[Place], server_name: str) -> None:
     """``document``, but what the same routes take and answer is described once: that takes half of what is left of the
     demo model's start."""
+    routes = [route for place in places for route in place]
     shapes: list[object] = [(route.method, route.path, route.body, route.answer, route.chunk) for route in routes]
     if shapes not in DESCRIBED:
-        document(routes, server_name)
+        document(places, server_name)
         DESCRIBED.append(shapes)
 
 

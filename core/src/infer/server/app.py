@@ -20,7 +20,6 @@ from aiohttp import web
 from infer.assemble.assembly import start
 from infer.assemble.served import Served
 from infer.contracts.sections import Settings
-from infer.contracts.server import Route
 from infer.engine.loop import EngineLoop
 from infer.plugins.discovery import Plugins
 from infer.server.http.access import (
@@ -38,7 +37,7 @@ from infer.server.http.errors import errors, expected
 from infer.server.http.quotas import refund
 from infer.server.http.sockets import bind, listen
 from infer.server.http.wire import OPENAI, WIRE_FORMATS, WireFormat
-from infer.server.openapi import PAGES, pages
+from infer.server.openapi import PAGES, Place, pages
 from infer.server.routing import chosen, dispatched, gather
 from infer.server.service import Service
 
@@ -143,10 +142,10 @@ def make_app(
     will serve them. Raises PluginError."""
     server = settings.server
     service = Service(engine_loop, served, plugins, settings)
-    routes = gather(service, plugins, described=described)
+    places = gather(service, plugins, described=described)
     # The outermost middleware comes first: any error inside has become a status by the time it is logged.
     opened: set[web.AbstractRoute] = set()
-    spoken: dict[web.AbstractRoute, list[Route]] = {}
+    spoken: dict[web.AbstractRoute, Place] = {}
     inside = Inside()
     app = web.Application(
         middlewares=[
@@ -161,25 +160,22 @@ def make_app(
     )
     if server.cors_origins:
         app.on_response_prepare.append(allow_origin(server.cors_origins))
-    for route in routes:
-        if route.header is not None:
-            continue
-        place = (route.method, route.path)
-        own = [*(each for each in routes if each.header is not None and (each.method, each.path) == place), route]
+    for place in places:
+        route = place[0]
         # Only what answers in one piece has headers alone; such a route is open, or says what it answers.
         whole = route.method == "GET" and (route.open or route.answer is not None)
         for method in (route.method, *(("HEAD",) if whole else ())):
-            added = app.router.add_route(method, route.path, dispatched(own), expect_handler=expected)
+            added = app.router.add_route(method, route.path, dispatched(place), expect_handler=expected)
             if route.open:
                 opened.add(added)
-            spoken[added] = own
-    for path, page in zip(PAGES, pages(routes, served.name), strict=True):
+            spoken[added] = place
+    for path, page in zip(PAGES, pages(places, served.name), strict=True):
         app.router.add_get(path, page, expect_handler=expected)
     app[SERVICE], app[INSIDE] = service, inside
 
     def written(http: web.Request) -> WireFormat:
-        own = spoken.get(http.match_info.route)
-        return cast(WireFormat, (own and chosen(http, own).wire_format) or OPENAI)
+        place = spoken.get(http.match_info.route)
+        return cast(WireFormat, (place and chosen(http, place).wire_format) or OPENAI)
 
     app[WIRE_FORMATS] = written
     app.on_startup.append(lambda app: service.conversation.prepare())

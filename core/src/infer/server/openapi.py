@@ -6,7 +6,7 @@ import asyncio
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -18,6 +18,8 @@ from pydantic.json_schema import models_json_schema
 from infer.contracts.server import Route
 from infer.server.http.wire import OPENAI
 
+Place = Sequence[Route]
+"""The routes of one method and path. All but the first have a header."""
 PAGES = ("/openapi.json", "/docs")
 VARIABLE = re.compile(r"{(\w+)[^{}]*(?:{[^{}]*}[^{}]*)*}")
 """In a path, as aiohttp has it: a name, perhaps with a pattern."""
@@ -35,10 +37,9 @@ ERRORS = {
 }
 
 
-def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
+def document(places: Iterable[Place], server_name: str) -> dict[str, Any]:
     """The OpenAPI 3.1 document of the routes that have an ``answer``."""
-    # Those that another takes the place of come before it.
-    routes = sorted((route for route in routes if route.answer is not None), key=lambda route: route.header or "")
+    routes = [route for place in places for route in place if route.answer is not None]
     bodies = [(route.body, "validation") for route in routes if route.body is not None]
     asked, schemas = models_json_schema(bodies, ref_template=REF)  # type: ignore[arg-type]
     components: dict[str, Any] = dict(schemas.get("$defs", {}))
@@ -129,7 +130,7 @@ def _is_shape(kind: Any) -> bool:
     return kind is not None and not isinstance(kind, str)
 
 
-def pages(routes: Sequence[Route], server_name: str) -> tuple[Handler, Handler]:
+def pages(places: Iterable[Place], server_name: str) -> tuple[Handler, Handler]:
     """The handlers of /openapi.json and /docs. Both are made at the first request, to keep the start short, and in a
     thread, since that takes a while."""
 
@@ -137,7 +138,7 @@ def pages(routes: Sequence[Route], server_name: str) -> tuple[Handler, Handler]:
     one = asyncio.Lock()
 
     def make() -> tuple[bytes, bytes]:
-        described = document(routes, server_name)
+        described = document(places, server_name)
         return json.dumps(described).encode(), _page(described).encode()
 
     async def both() -> tuple[bytes, bytes]:

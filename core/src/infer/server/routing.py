@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from aiohttp import web
@@ -19,17 +19,17 @@ from infer.plugins.inspection import Named
 from infer.server.http.body import Body
 from infer.server.http.errors import WHOSE
 from infer.server.http.wire import WireFormat
-from infer.server.openapi import PAGES, document
+from infer.server.openapi import PAGES, Place, document
 from infer.server.service import Service
 from infer.settings import plugin_settings
 
 log = logging.getLogger(__name__)
 
 
-def gather(service: Service, plugins: Plugins, *, described: bool = False) -> list[Route]:
-    """The routes of core and of all plugins, in the order of discovery. Raises PluginError if a plugin's routes cannot
-    be served, or if two distributions serve the same path. That they can be described need not be tried if another
-    server has ``described`` them."""
+def gather(service: Service, plugins: Plugins, *, described: bool = False) -> list[Place]:
+    """The ``grouped`` routes of core and of all plugins, in the order of discovery. Raises PluginError if a plugin's
+    routes cannot be served, or if two distributions serve the same path. That they can be described need not be tried
+    if another server has ``described`` them."""
     owners = dict.fromkeys((("GET", path, "") for path in PAGES), "infer-core")
     found: list[Route] = []
     for offer in plugins.offers["routes"]:
@@ -42,7 +42,7 @@ def gather(service: Service, plugins: Plugins, *, described: bool = False) -> li
             routes = checked(offer.registration.factory(service, own), service)
             if offer.distribution != "infer-core":  # describing core's takes a while, and tests check it
                 if not described:
-                    document(routes, "")
+                    document(grouped(routes), "")
                 routes = [replace(route, handler=_told(route.handler, offer.whose)) for route in routes]
         for route in routes:
             place = (route.method, re.sub(r"{[^{}]*}", "{}", route.path), (route.header or "").lower())
@@ -51,25 +51,33 @@ def gather(service: Service, plugins: Plugins, *, described: bool = False) -> li
                 raise PluginError(f"{both} both serve {_named(route)}; uninstall one of them.")
             owners[place] = offer.distribution
         found += routes
-    plain = {(route.method, route.path) for route in found if route.header is None}
-    for route in found:
-        if (route.method, route.path) not in plain:
-            raise PluginError(f"{_named(route)} takes the place of no endpoint: there is none without that header.")
-    return found
+    places = grouped(found)
+    for first, *_ in places:
+        if first.header is not None:
+            raise PluginError(f"{_named(first)} takes the place of no endpoint: there is none without that header.")
+    return places
 
 
-def chosen(http: web.Request, routes: Sequence[Route]) -> Route:
-    """Which of the routes of one method and path a request is for. The last has no header."""
-    return next(route for route in routes if route.header is None or route.header in http.headers)
+def grouped(routes: Iterable[Route]) -> list[Place]:
+    """The routes of each method and path: first that without a header, then those that take its place."""
+    places: dict[tuple[str, str], list[Route]] = {}
+    for route in sorted(routes, key=lambda route: route.header or ""):
+        places.setdefault((route.method, route.path), []).append(route)
+    return [*places.values()]
 
 
-def dispatched(routes: Sequence[Route]) -> Handler:
-    """A handler of the requests for these, which are as ``chosen`` takes them."""
+def chosen(http: web.Request, place: Place) -> Route:
+    """Which of the routes of one method and path a request is for."""
+    return next((route for route in place[1:] if route.header in http.headers), place[0])
+
+
+def dispatched(place: Place) -> Handler:
+    """A handler of the requests for these."""
 
     async def handler(http: web.Request) -> web.StreamResponse:
-        return await chosen(http, routes).handler(http)
+        return await chosen(http, place).handler(http)
 
-    return handler if len(routes) > 1 else routes[0].handler
+    return handler if len(place) > 1 else place[0].handler
 
 
 def _named(route: Route) -> str:
