@@ -173,6 +173,16 @@ def test_what_a_prompt_goes_on_without_goes_first() -> None:
     assert served.turn([*other, *served.tokens(30)]) == (100 - TAIL) // BLOCK * BLOCK
 
 
+@pytest.mark.parametrize("chunk", [16, 96, 160, 512])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_end_of_a_prompt_has_a_snapshot_before_its_forks(rows: int, chunk: int) -> None:
+    served = Served(rows)
+    prompt = served.tokens(320)
+    served.turn(prompt, chunk=chunk, forks=[96, 160])
+    assert served.turn([*prompt, *served.tokens(40)]) == (320 - TAIL) // BLOCK * BLOCK
+    assert served.balanced()
+
+
 def test_an_answer_that_comes_back_as_it_was_is_found_up_to_its_last_block() -> None:
     served = Served(8)
     prompt, answer = served.tokens(100), served.tokens(90)

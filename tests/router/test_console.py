@@ -27,6 +27,11 @@ TWO = {"a": "a", "b": "b", "opus": "b"}
 OWN = {"X-Infer-Console": "1"}
 CHOSEN = "document.querySelector('#models').value"
 OPTIONS = "[...document.querySelector('#models').options].map((each) => each.textContent).join()"
+CHOOSE = """(name) => {
+    const models = document.querySelector('#models');
+    models.value = name;
+    models.dispatchEvent(new Event('change'));
+}"""
 ANSWER = "document.querySelector('article.assistant:last-child')"
 
 
@@ -137,10 +142,7 @@ async def test_a_browser_chooses_a_model_and_asking_it_loads_it(tmp_path: Path) 
         await tab.press("Enter")
         await tab.until("!document.querySelector('#chat').hidden")
         assert await tab.run(OPTIONS) == "small (unloaded),other (unloaded)"
-        await tab.run(
-            "(() => { const models = document.querySelector('#models');"
-            " models.value = 'other'; models.dispatchEvent(new Event('change')); })()"
-        )
+        await tab.run(f"({CHOOSE})('other')")
         await tab.until("document.title.startsWith('other')")
         await tab.run("document.querySelector('#tab-about').click()")
         await tab.until("document.querySelector('#about').textContent.includes('other is not loaded')")
@@ -153,6 +155,13 @@ async def test_a_browser_chooses_a_model_and_asking_it_loads_it(tmp_path: Path) 
         assert await tab.run("document.querySelector('#sampling').elements.max_tokens.max") == "128"
         await tab.run("document.querySelector('#tab-live').click()")
         await tab.until("document.querySelector('#state').textContent === 'watching'")
+        await tab.until("Number(document.querySelector('#at').textContent) > 0")
+        await tab.run(f"({CHOOSE})('small')")
+        await tab.until("document.querySelector('#state').textContent.includes('not loaded')")
+        await tab.until("document.querySelector('#scrub').disabled && !document.querySelector('#at').textContent")
+        await tab.until("[...document.querySelectorAll('#figures dd')].every((each) => '–0'.includes(each.textContent))")
+        await tab.run(f"({CHOOSE})('other')")
+        await tab.until("Number(document.querySelector('#at').textContent) > 0")
         await tab.reload()
         await tab.until("document.title.startsWith('other')")
         assert await tab.run(CHOSEN) == "other"

@@ -13,15 +13,16 @@ A conversation goes on from one of its last prompt's snapshots: near the end or,
 before, from a fork. The pool learns which of the two is usual. Once the next prompt is computed, all that it does not
 need itself have served, unless several sequences have begun with them.
 
-When rows are short, the snapshots go first that have served. Then go those that nobody has begun with, but for those
-of the usual kind. Then goes the least recently used."""
+When rows are short, the last one that is left is for the end of a prompt, and not for what comes before it there. The
+snapshots go first that have served. Then go those that nobody has begun with, but for those of the usual kind. Then
+goes the least recently used."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Literal
 
 import numpy as np
@@ -237,16 +238,21 @@ class Snapshots(StateManager):
         plan = self._plans[slot]
         if border > plan.prompt and plan.saved and plan.saved[-1][0] > plan.prompt:
             self._release(plan.saved.pop()[1])
+        if border < plan.end and len([*islice(chain(self._free, self._unused()), 2)]) < 2:
+            return None  # the last one is for the end of the prompt
         if (row := self._row()) is not None:
             plan.saved.append((border, row))
         return row
 
+    def _unused(self) -> Iterator[Node]:
+        """The nodes whose snapshots can be given up now, in the order in which they go."""
+        nodes = chain(self._served, self._kept)
+        return (node for node in nodes if node.state is not None and self._uses[node.state] == 1)
+
     def _row(self) -> int | None:
         """A row that nobody needs, or whose snapshot goes first; None if all are in use."""
         if not self._free:
-            nodes = chain(self._served, self._kept)
-            unused = (node for node in nodes if node.state is not None and self._uses[node.state] == 1)
-            if (node := next(unused, None)) is None:
+            if (node := next(self._unused(), None)) is None:
                 return None
             self.forget(node)
         row = self._free.pop()

@@ -1,7 +1,7 @@
 // Watches the server's engine while its view is on the screen.
 
 import { call, events, ofModel } from "./api.js";
-import { appear, redraw, say, take } from "./view.js";
+import { appear, forget, redraw, say, take } from "./view.js";
 
 const AGAIN_MS = 2000;
 const SILENCE_MS = 40000; // the server sends something every 15 s, so that a connection is lost that is silent for longer
@@ -31,6 +31,7 @@ function watch() {
 export function restart() {
   control?.abort();
   control = null;
+  forget();
   watch();
 }
 

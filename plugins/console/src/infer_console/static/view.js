@@ -36,6 +36,12 @@ export function take(records) {
   return other;
 }
 
+// Forget the steps of an engine that is not watched any more.
+export function forget() {
+  steps.clear();
+  pause(false);
+}
+
 const said = { text: "", paused: "" };
 export function say(text, whilePaused = "paused; still recording") {
   [said.text, said.paused] = [text, whilePaused];
@@ -115,7 +121,10 @@ function caption(map) {
 function scrubber(shown) {
   const slider = by("scrub");
   slider.disabled = !steps.all.length;
-  if (slider.disabled) return;
+  if (slider.disabled) {
+    by("at").textContent = "";
+    return;
+  }
   [slider.min, slider.max] = [steps.all[0].index, steps.all.at(-1).index];
   slider.value = chosen && paused ? chosen.index : shown.at(-1)?.index ?? slider.max;
   by("at").textContent = slider.value;
