@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 
 SAID: dict[str, object] = {"kind": sys.argv[1]}
 if SAID["kind"] == "spare":
@@ -12,6 +13,8 @@ if not (line := sys.stdin.readline()):
 orders = json.loads(line)
 SAID |= {"orders": orders, "environment": {**os.environ}, "folder": os.getcwd()}
 if SAID["kind"] == "spare":
+    if orders["settings"].get("hangs"):
+        threading.Event().wait()
     if orders["settings"].get("dies") == "orders":
         sys.exit(7)
     print("infer: orders taken", flush=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import io
 import json
 import os
 import signal
@@ -19,7 +21,7 @@ from tests.serving import HANG_S
 from infer.errors import EngineDeadError
 from infer_router import spares
 from infer_router.machine import EngineProcess, LocalMachine
-from infer_router.process import FAULT, TAKEN, Process
+from infer_router.process import FAULT, TAKEN, Process, _prepared
 
 PLAYED = (sys.executable, "-I", "-S", str(Path(__file__).with_name("played.py")))
 
@@ -138,6 +140,39 @@ async def test_one_that_dies_over_its_orders_loses_nothing(
         assert "It gets a process that begins anew." in caplog.text
 
 
+async def test_one_that_hangs_over_its_orders_is_ended_and_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("infer_router.machine.WARM_S", 0.1)
+    async with played(monkeypatch, a={"hangs": True}) as machine:
+        pid = await waiting(machine)
+        machine.may_spare(False)
+        engine = await machine.start("a")
+        assert said(engine)["kind"] == "engine"
+        assert machine.pids == [engine.pid]
+    assert not alive(pid)
+    assert "has not answered within 0.1 s. It gets a process that begins anew." in caplog.text
+
+
+async def test_one_that_reads_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer_router.machine.COMMAND", ("sh", "-c", "exec sleep 1000"))
+    async with asyncio.timeout(HANG_S), Machine({}) as machine:
+        machine._learn([f"{i}{'x' * 1000}" for i in range(4096)])  # more than any pipe takes
+        pid = await waiting(machine)
+        process = await machine._spares.take()
+        assert process is not None
+        assert process.pid == pid
+
+
+def test_what_is_learned_is_bounded_and_the_latest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer_router.machine.MOST_MODULES", 5)
+    machine = LocalMachine({})
+    for names in (["a", "b", "c"], ["d", "a"], ["e", "f"], ["f", "e"]):
+        machine._learn(names)
+        assert len(machine._modules) <= 5
+    assert [*machine._modules] == ["f", "e", "d", "a", "b"]
+
+
 async def test_one_that_dies_later_is_a_load_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with played(monkeypatch, a={"dies": "load"}) as machine:
         await waiting(machine)
@@ -207,6 +242,22 @@ async def test_models_that_follow_each_other_share_nothing(capfd: pytest.Capture
 
 
 @pytest.mark.slow
+def test_one_whose_import_hangs_is_ended_by_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hangs.py").write_text("import threading; threading.Event().wait()")
+    monkeypatch.chdir(tmp_path)
+    process = Process("spare", {"modules": ["hangs"], "within_s": 1.0})
+    assert process._process.wait(HANG_S) == -signal.SIGALRM
+    process._process.communicate()
+
+
+def test_one_that_has_imported_all_waits_as_long_as_it_has_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = []
+    monkeypatch.setattr(gc, "freeze", lambda: left.append(signal.getitimer(signal.ITIMER_REAL)))
+    assert _prepared(io.StringIO(json.dumps({"modules": ["json"], "within_s": 600.0}) + "\n")) is not None
+    assert left == [(0.0, 0.0)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ordered", [False, True])
 def test_it_imports_what_it_is_told_and_ends_with_its_parent(
     ordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -214,7 +265,7 @@ def test_it_imports_what_it_is_told_and_ends_with_its_parent(
     (tmp_path / "told.py").write_text("print('imported', flush=True)")
     (tmp_path / "broken.py").write_text("raise ValueError")
     monkeypatch.chdir(tmp_path)
-    process = Process("spare", {"modules": ["broken", "nosuch", "told"]})
+    process = Process("spare", {"modules": ["broken", "nosuch", "told"], "within_s": HANG_S})
     pipes = process._process
     assert pipes.stdin is not None
     assert pipes.stdout is not None

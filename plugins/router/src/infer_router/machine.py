@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -25,6 +26,10 @@ COMMAND = (sys.executable, "-m", "infer_router.process")
 HEALTH_TIMEOUT_S = 5.0
 PIECE_BYTES = 1 << 16
 MOST_LINE = 1 << 24
+MOST_MODULES = 8192
+"""How many modules a process that waits for a model imports at most: those of the latest models."""
+WARM_S = 30.0
+"""How long such a process may take to import them, and one that has been told its model to say so."""
 
 
 class EngineProcess:
@@ -70,8 +75,8 @@ class LocalMachine:
         self._spares = Spares(self._prepared)
         self._served = set[str]()
         """The models that a process has served."""
-        self._modules = set[str]()
-        """What their processes came to import."""
+        self._modules = dict[str, None]()
+        """What their processes came to import, the latest first."""
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Self:
@@ -109,7 +114,10 @@ class LocalMachine:
         async with self._started("engine", name, self.memory) as (process, line):
             self._served.add(name)
             await _tell(process, MODULES_ASKED)
-            return EngineProcess(process, line.removeprefix(READY).strip(), self._session, self._modules.update)
+            return EngineProcess(process, line.removeprefix(READY).strip(), self._session, self._learn)
+
+    def _learn(self, modules: Sequence[str]) -> None:
+        self._modules = dict.fromkeys(itertools.islice(dict.fromkeys((*modules, *self._modules)), MOST_MODULES))
 
     def may_spare(self, room: bool) -> None:
         self._spares.may_begin(room)
@@ -131,23 +139,27 @@ class LocalMachine:
             yield process, await _said(process, READY if kind == "engine" else SIZES)
 
     async def _ordered(self, name: str, first: str) -> Process | None:
-        """The spare process, which has read its orders. None if there is none, or it has ended before."""
+        """The spare process, which has read its orders. None if there is none, or it has not read them."""
         try:
             if (process := await self._spares.take()) is None:
                 return None
-            async with _ended_by_error(process):
+            async with _ended_by_error(process), asyncio.timeout(WARM_S):
                 await _tell(process, first)
                 await _said(process, TAKEN)
             return process
+        except TimeoutError:
+            why = f"the process that waited for it has not answered within {WARM_S:g} s."
         except (EngineDeadError, OSError) as error:
-            log.warning("model %s: %s It gets a process that begins anew.", name, error)
-            return None
+            why = str(error)
+        log.warning("model %s: %s It gets a process that begins anew.", name, why)
+        return None
 
     async def _prepared(self) -> Process:
         """One that waits for its orders."""
         process = await self._created("spare")
-        async with _ended_by_error(process):
-            await _tell(process, json.dumps({"modules": sorted(self._modules)}))
+        assert process.stdin is not None
+        told = {"modules": sorted(self._modules), "within_s": WARM_S}
+        process.stdin.write(json.dumps(told).encode() + b"\n")  # not drained: it may not have begun to read
         return process
 
     async def _created(self, kind: str) -> Process:

@@ -120,16 +120,20 @@ def main() -> None:
 
 def _prepared(source: IO[str]) -> Any:
     """The plugins, once everything that engines need is imported. Nothing is set, and nothing of any model is read."""
+    if not (line := source.readline()):
+        return None
+    told = json.loads(line)
+    signal.setitimer(signal.ITIMER_REAL, told["within_s"])  # whatever an import holds, the system ends the process
     from infer.plugins.discovery import Plugins
     from infer.server import app  # noqa: F401
 
     plugins = Plugins.discover()
-    if line := source.readline():
-        for name in json.loads(line)["modules"]:
-            try:
-                importlib.import_module(name)
-            except (Exception, SystemExit) as error:  # an engine that needs it says so
-                log.debug("module %s cannot be imported beforehand: %r", name, error)
+    for name in told["modules"]:
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:  # an engine that needs it says so
+            log.debug("module %s cannot be imported beforehand: %r", name, error)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     gc.collect()
     gc.freeze()  # what is there stays, and no collection of a start needs to look through it
     return plugins
