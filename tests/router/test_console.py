@@ -159,7 +159,9 @@ async def test_a_browser_chooses_a_model_and_asking_it_loads_it(tmp_path: Path) 
         await tab.run(f"({CHOOSE})('small')")
         await tab.until("document.querySelector('#state').textContent.includes('not loaded')")
         await tab.until("document.querySelector('#scrub').disabled && !document.querySelector('#at').textContent")
-        await tab.until("[...document.querySelectorAll('#figures dd')].every((each) => '–0'.includes(each.textContent))")
+        await tab.until(
+            "[...document.querySelectorAll('#figures dd')].every((each) => '–0'.includes(each.textContent))"
+        )
         await tab.run(f"({CHOOSE})('other')")
         await tab.until("Number(document.querySelector('#at').textContent) > 0")
         await tab.reload()

@@ -127,11 +127,11 @@ async def until(reached: Callable[[], object]) -> None:
 
 
 def state(loader: Loader, name: str) -> str:
-    return str(next(each["state"] for each in loader.status() if each["name"] == name))
+    return str(loader.status()[name]["state"])
 
 
 def about(loader: Loader, name: str) -> dict[str, Any]:
-    return next(each for each in loader.status() if each["name"] == name)
+    return loader.status()[name]
 
 
 async def used(loader: Loader, name: str, keep_alive_s: float | None = None) -> None:
@@ -453,7 +453,7 @@ async def test_a_process_waits_only_where_models_leave_room(spare_bytes: float, 
         for names in ("", "a", "b"):
             for name in names:
                 await used(loader, name)
-            await until(lambda: all(each["about"] for each in loader.status()))
+            await until(lambda: all(each["about"] for each in loader.status().values()))
             for _ in range(3):  # the task has seen what has happened
                 await asyncio.sleep(0)
             found += str(int(machine.spare))
@@ -518,6 +518,6 @@ async def test_nothing_is_lost_whatever_happens(seed: int) -> None:
         others = [each for each in results if isinstance(each, Exception)]
         assert not others
         assert sum(answered.values()) + sum(isinstance(each, asyncio.CancelledError) for each in results) >= 300
-        await until(lambda: not any(each["open"] or each["waiting"] for each in loader.status()))
+        await until(lambda: not any(each["open"] or each["waiting"] for each in loader.status().values()))
         for name in names:
             await used(loader, name)

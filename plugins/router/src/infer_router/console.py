@@ -7,12 +7,11 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import aiohttp
 from aiohttp import web
 
 from infer.errors import EngineDeadError
 from infer.server.http.keys import Keys
-from infer_router.ingress import CONNECT_S, Ingress
+from infer_router.ingress import Ingress
 from infer_router.loader import Loader
 from infer_router.outline import Outgoing
 from infer_router.plan import Plan
@@ -31,7 +30,7 @@ class Console:
 
     async def server(self, http: web.Request) -> web.Response:
         """What there is to know of the model that the page has chosen: by itself if it is loaded."""
-        name, states = self._chosen(http), {each["name"]: each for each in self._loader.status()}
+        name, states = self._chosen(http), self._loader.status()
         about = states[name]["about"] or {}
         own = await self._own(name) if states[name]["state"] == "loaded" else None
         models = [{"name": each, "state": status["state"]} for each, status in states.items()]
@@ -60,15 +59,5 @@ class Console:
 
     async def _own(self, name: str) -> dict[str, Any] | None:
         """What its process says; None if it does not."""
-        ingress = self._ingresses[name]
-        for url in ingress.fleet.urls.values():
-            try:
-                async with ingress.session.get(
-                    f"{url}/console/api/server",
-                    headers=ingress.fleet.headers,
-                    timeout=aiohttp.ClientTimeout(total=CONNECT_S),
-                ) as response:
-                    return dict(json.loads(await response.read())) if response.status == 200 else None
-            except (aiohttp.ClientError, TimeoutError):
-                return None
-        return None
+        said = await self._ingresses[name].said("/console/api/server")
+        return next((json.loads(text) for _, text in said if text), None)

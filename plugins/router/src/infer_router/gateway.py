@@ -153,7 +153,7 @@ class Gateway:
 
     def _listed(self) -> list[tuple[str, dict[str, Any]]]:
         """Every name that clients may use, with its model's status."""
-        status = {each["name"]: each for each in self._loader.status()}
+        status = self._loader.status()
         return [(name, status[model]) for name, model in self._plan.names.items() if name != "*"]
 
     def _entry(self, name: str, status: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class Gateway:
     async def _model(self, http: web.Request) -> web.Response:
         name = http.match_info["model"]
         model = self._meant(name)
-        status = next(each for each in self._loader.status() if each["name"] == model)
+        status = self._loader.status()[model]
         return web.json_response(_as_listed(name, status) if VERSION in http.headers else self._entry(name, status))
 
     def _tagged(self, name: str, status: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,7 +224,7 @@ class Gateway:
         """The metrics of the models that are loaded, each with the label ``replica``, and those of all."""
         prefix = "vllm:models" if self._server.metrics_names == "vllm" else "infer_models"
         lines = []
-        statuses = self._loader.status()
+        statuses = self._loader.status().values()
         for name, kind, text, key in (
             ("loaded", "gauge", "Whether the model is loaded.", None),
             ("open", "gauge", "Requests that the model answers.", "open"),
@@ -235,7 +235,7 @@ class Gateway:
             for each in statuses:
                 value = int(each["state"] == "loaded") if key is None else each[key]
                 lines.append(f'{prefix}_{name}{{model="{_escaped(each["name"])}"}} {value}')
-        texts = await asyncio.gather(*(each.replica_metrics() for each in self._ingresses.values()))
+        texts = await asyncio.gather(*(each.said("/metrics") for each in self._ingresses.values()))
         merged = await asyncio.to_thread(merge_metrics, [text for each in texts for text in each])
         return web.Response(text="\n".join(lines) + "\n" + merged, content_type="text/plain", charset="utf-8")
 
@@ -310,7 +310,7 @@ class Gateway:
 
     async def _shown(self, http: web.Request, body: bytes, name: str) -> web.StreamResponse:
         """What is known of a model: by itself if it is loaded."""
-        status = next(each for each in self._loader.status() if each["name"] == name)
+        status = self._loader.status()[name]
         if status["state"] == "loaded":
             return await self._sent(http, name, Outgoing(body))
         info: dict[str, Any] = {"general.architecture": "infer", "general.basename": name}

@@ -46,7 +46,7 @@ HIDDEN = ("/console", "/ray")
 CONNECT_S = 5.0
 MOST_BODIES = 128
 """Bodies of requests that are not answered yet may take as many bytes together as this many of the largest size."""
-METRICS_S = 5.0
+SAID_S = 5.0
 MOST_SILENT = 3
 """Polls in a row that a replica may leave unanswered before its answers go on elsewhere."""
 MOST_POLLS = 200
@@ -123,18 +123,15 @@ class Ingress:
         raise web.HTTPNotFound
 
     async def _metrics(self, http: web.Request) -> web.Response:
-        merged = await asyncio.to_thread(merge_metrics, await self.replica_metrics())
+        merged = await asyncio.to_thread(merge_metrics, await self.said("/metrics"))
         return web.Response(text=self._own_metrics() + merged, content_type="text/plain", charset="utf-8")
 
-    async def replica_metrics(self) -> list[tuple[str, str]]:
-        """The metrics of each replica, by its name; nothing of one that does not answer."""
+    async def said(self, path: str) -> list[tuple[str, str]]:
+        """What each replica answers to a GET, by its name; nothing of one that does not."""
 
         async def one(name: str, url: str) -> tuple[str, str]:
             try:
-                async with (
-                    asyncio.timeout(METRICS_S),
-                    self.session.get(f"{url}/metrics", headers=self.fleet.headers) as r,
-                ):
+                async with asyncio.timeout(SAID_S), self.session.get(url + path, headers=self.fleet.headers) as r:
                     return name, await r.text() if r.status == 200 else ""
             except (aiohttp.ClientError, TimeoutError):
                 return name, ""

@@ -160,31 +160,29 @@ class Loader:
         """From now on, keep the model so long if it is loaded; 0 lets it go once its open requests have ended."""
         self._inbox.put_nowait(partial(self._kept, name, keep_alive_s))
 
-    def status(self) -> list[dict[str, Any]]:
-        """Of each model: ``name``, ``state``, ``pinned``, ``open``, ``waiting``, ``size_bytes`` (None while it is not
-        known), ``expires_in_s`` (None if it does not), ``retry_in_s`` (how long it is left alone after it has ended by
-        itself, unless somebody asks for it; None if it is not), ``problem``, and what else the arithmetic says
-        (``about``)."""
+    def status(self) -> dict[str, dict[str, Any]]:
+        """Of each model, by its name: ``name``, ``state``, ``pinned``, ``open``, ``waiting``, ``size_bytes`` (None
+        while it is not known), ``expires_in_s`` (None if it does not), ``retry_in_s`` (how long it is left alone after
+        it has ended by itself, unless somebody asks for it; None if it is not), ``problem``, and what else the
+        arithmetic says (``about``)."""
         now = time.monotonic()
-        found = []
+        found = {}
         for each in self._models.values():
             expires = each.expires if each.state == "loaded" and each.name not in self._rules.pinned else math.inf
             wakes = each.state in ("unloaded", "failed") and bool(each.waiting)
-            found.append(
-                {
-                    "name": each.name,
-                    "state": "loading" if wakes else each.state,
-                    "pinned": each.name in self._rules.pinned,
-                    "open": each.open,
-                    "waiting": len(each.waiting),
-                    "size_bytes": None if each.about is None else each.nbytes,
-                    "expires_in_s": None if expires == math.inf else max(0.0, expires - now),
-                    "retry_in_s": self._resting(each, now),
-                    "loads": each.loads,
-                    "problem": each.problem,
-                    "about": each.about,
-                }
-            )
+            found[each.name] = {
+                "name": each.name,
+                "state": "loading" if wakes else each.state,
+                "pinned": each.name in self._rules.pinned,
+                "open": each.open,
+                "waiting": len(each.waiting),
+                "size_bytes": None if each.about is None else each.nbytes,
+                "expires_in_s": None if expires == math.inf else max(0.0, expires - now),
+                "retry_in_s": self._resting(each, now),
+                "loads": each.loads,
+                "problem": each.problem,
+                "about": each.about,
+            }
         return found
 
     def latest(self) -> str | None:
