@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from tests.models.checkpoints import Family, edit_tensors, write_checkpoint
 from torch import Tensor
 
 from infer import LLM
-from infer.assemble import kept
+from infer.assemble import identity, kept
 from infer.assemble.assembly import Assembly
 from infer.commands.doctor import Doctor
 from infer.contracts.model import Pass
@@ -314,8 +315,15 @@ def test_a_folder_in_place_of_the_file(base: Path, tmp_path: Path, caplog: pytes
     assert "cannot be" in caplog.text
 
 
-def test_another_checkpoint_in_the_same_place(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("noticed", ["the system's date", "samples"])
+def test_another_checkpoint_in_the_same_place(
+    noticed: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its tensors have the same names and shapes, its files the same sizes and dates."""
+    if noticed == "samples":  # as where the file system keeps no date of its own
+        monkeypatch.setattr(identity, "_dates", lambda file: (file.stat().st_mtime_ns, 0))
+    else:
+        monkeypatch.setattr(identity, "_samples", lambda path, number: ())
     path = tmp_path / "model"
     shutil.copytree(base, path)
     before = logits(path, tmp_path / "kept")
@@ -329,6 +337,19 @@ def test_another_checkpoint_in_the_same_place(base: Path, tmp_path: Path) -> Non
     assert torch.equal(after, logits(path, None))
     assert not torch.equal(after, before)
     assert len(files(tmp_path / "kept")) == 2
+
+
+@pytest.mark.parametrize("number", [2, 64])
+@pytest.mark.parametrize("size", [0, 1, 5000, 1 << 20])
+def test_samples_are_few_and_reach_both_ends(size: int, number: int, tmp_path: Path) -> None:
+    data = random.Random(size).randbytes(size)
+    (tmp_path / "file").write_bytes(data)
+    samples = [*identity._samples(tmp_path / "file", number)]
+    assert len(samples) == number
+    assert all(len(each) <= identity.SAMPLE for each in samples)
+    assert data.startswith(samples[0])
+    assert data.endswith(samples[-1])
+    assert bool(samples[0]) == bool(samples[-1]) == bool(data)
 
 
 def test_what_is_packed_otherwise_has_a_file_of_its_own(
@@ -410,7 +431,7 @@ def test_a_process_that_ends_leaves_no_half_of_a_file(base: Path, tmp_path: Path
     """One that ends while it writes, and one that was killed."""
     script = f"""
 import atexit
-from infer.assemble import kept
+from infer.assemble import identity, kept
 from infer.assemble.kept import KeptWeights
 from pathlib import Path
 

@@ -24,6 +24,8 @@ from infer.plugins.discovery import Offer
 PIECE = 16 << 20
 """Bytes of a checkpoint that are read and digested at a time, by each of ``READERS`` threads."""
 READERS = 4
+SAMPLES, SAMPLE = 64, 4096
+"""About how many pieces of a checkpoint stand for all of it, and their bytes: few enough for a disk that turns."""
 SAME_AT_ANY_LENGTH = {"default", "linear", "yarn", "llama3", "proportional", "mrope"}
 """Kinds of rope whose angles do not depend on how long sequences may be."""
 
@@ -43,8 +45,8 @@ def identity(
 def packed_identity(
     settings: Settings, checkpoint: Checkpoint, context: ModelContext, chosen: Iterable[Offer], layout: str
 ) -> Mapping[str, str]:
-    """All that the bytes of packed weights depend on; ``layout`` is the kernels'. Of the checkpoint's files, sizes and
-    times are looked at instead of what is in them. Raises CheckpointError."""
+    """All that the bytes of packed weights depend on; ``layout`` is the kernels'. Of the checkpoint's files, sizes,
+    times and samples are looked at instead of all that is in them. Raises CheckpointError."""
     return {
         "checkpoint": stamp(checkpoint.path),
         "layout": layout,
@@ -86,12 +88,31 @@ def content(path: Path) -> str:
 
 def stamp(path: Path) -> str:
     """A digest of what the system says of a checkpoint's files, which is something else once one has been written, even
-    if its date is set back. Raises CheckpointError."""
+    if its date is set back, and of samples of them, for file systems that keep no date of their own. To read all would
+    take longer than a start from packed weights. Raises CheckpointError."""
     try:
-        stats = [(file.name, file.resolve().name, file.stat()) for file in _files(path)]
+        files = _files(path)
+        stats = [(file.name, file.resolve().name, file.stat().st_size, *_dates(file)) for file in files]
+        number = max(2, SAMPLES // max(1, len(files)))
+        samples = b"".join(piece for file in files for piece in _samples(file, number))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
-    return _digest(repr([(*names, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for *names, s in stats]).encode())
+    return _digest(repr(stats).encode() + samples)
+
+
+def _dates(file: Path) -> tuple[int, int]:
+    """When its bytes were last written, and when anything about it last was."""
+    stat = file.stat()
+    return stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _samples(path: Path, number: int) -> Iterator[bytes]:
+    """Pieces of a file at equal distances: its first bytes, its last ones, and between."""
+    room = max(0, path.stat().st_size - SAMPLE)
+    with path.open("rb") as file:
+        for i in range(number):
+            file.seek(i * room // (number - 1))
+            yield file.read(SAMPLE)
 
 
 def _files(path: Path) -> list[Path]:
