@@ -62,9 +62,17 @@ class Machine:
         self.urls: dict[str, str | None] = {}
         self.spare_bytes = math.inf
         self.spare = False
+        self.sizing_bytes = 0
+        self.reckoning = 0
+        """How many sizes are being told."""
 
     async def size(self, name: str) -> Mapping[str, Any]:
-        await self.sizing[name].wait()
+        self.reckoning += 1
+        assert self.reckoning == 1 or self.held <= self.memory, "too many processes that do the arithmetic"
+        try:
+            await self.sizing[name].wait()
+        finally:
+            self.reckoning -= 1
         if isinstance(found := self.sizes[name], Exception):
             raise found
         return {"bytes": found}
@@ -89,7 +97,8 @@ class Machine:
 
     @property
     def held(self) -> int:
-        return sum(size for each in self.live if isinstance(size := self.sizes[each], int))
+        lent = max(0, self.reckoning - 1) * self.sizing_bytes
+        return lent + sum(size for each in self.live if isinstance(size := self.sizes[each], int))
 
     def may_spare(self, room: bool) -> None:
         self.spare = self.spare or room
@@ -107,7 +116,7 @@ class Machine:
 async def loading(machine: Machine, keep_alive_s: float = math.inf, **rules: Any) -> AsyncIterator[Loader]:
     keeps = dict.fromkeys(machine.sizes, keep_alive_s)
     given = Rules(machine.memory, keeps, health_s=0.01, backoff_s=0.01, spare_bytes=machine.spare_bytes)
-    given = replace(given, **rules)
+    given = replace(given, sizing_bytes=machine.sizing_bytes, **rules)
     loader = Loader(machine, given, machine.urls.__setitem__)
     owning = asyncio.create_task(loader.run())
     try:
@@ -460,6 +469,34 @@ async def test_a_process_waits_only_where_models_leave_room(spare_bytes: float, 
     assert found == rooms
 
 
+async def test_no_more_is_reckoned_at_a_time_than_memory_has_room_for() -> None:
+    machine = Machine(a=6, b=4, c=1, d=1, e=1)
+    machine.sizing_bytes = 4
+    for name in "cde":
+        machine.sizing[name].clear()
+
+    async def settled() -> tuple[int, int]:
+        for _ in range(5):  # the task has seen what has happened
+            await asyncio.sleep(0)
+        return machine.reckoning, machine.loads["a"]
+
+    async with loading(machine) as loader, asyncio.TaskGroup() as tasks:
+        await used(loader, "b")  # 6 are left: for one process besides the first, or for a
+        for name in "de":
+            tasks.create_task(used(loader, name))
+            await until(lambda name=name: about(loader, name)["waiting"])  # type: ignore[misc]
+        assert await settled() == (2, 0)
+        machine.sizing["c"].set()
+        assert await settled() == (2, 0)
+        tasks.create_task(used(loader, "a"))
+        await until(lambda: about(loader, "a")["waiting"])
+        assert await settled() == (2, 0)
+        machine.sizing["d"].set()
+        await until(lambda: machine.loads["a"])
+        machine.sizing["e"].set()
+    assert machine.loads == {"a": 1, "b": 1, "d": 1, "e": 1}
+
+
 async def test_no_process_begins_to_wait_while_a_model_is_loaded() -> None:
     machine = Machine(a=3, b=3)
     machine.spare_bytes = 1
@@ -480,7 +517,7 @@ async def test_nothing_is_lost_whatever_happens(seed: int) -> None:
     exceeded."""
     rng = random.Random(seed)
     machine = Machine(a=3, b=4, c=5, d=6, e=2)
-    machine.spare_bytes = 2
+    machine.spare_bytes = machine.sizing_bytes = 2
     names = "abcde"
     answered = Counter[str]()
 

@@ -7,23 +7,29 @@ import json
 import os
 import random
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
+from tests.router.test_machine import peak
 from tests.serving import HANG_S, serving
 
 from infer.contracts.command import CommandContext
 from infer.plugins.discovery import Plugins
 from infer.server.http.sockets import bind
 from infer.settings import load_settings
+from infer_router import machine as machines
 from infer_router.machine import LocalMachine
 from infer_router.plan import several
 from infer_router.serve import gateway
+from infer_router.sizes import PROCESS_BYTES
 
 REQUESTS, WAVE = int(os.environ.get("REQUESTS", "48")), 24
-"""More of them, and of the models, are for an hour that is quiet: REQUESTS=300 MODELS=4."""
+"""More of them, and of the models, are for an hour that is quiet: REQUESTS=300 MODELS=4. With CGROUP, see ``limit``."""
 EVERY: dict[str, dict[str, Any]] = {
     "a": {},
     "b": {"dtype": "float32"},
@@ -34,12 +40,13 @@ KINDS = dict([*EVERY.items()][: int(os.environ.get("MODELS", "3"))])
 
 
 class Machine(LocalMachine):
-    """Notes how much there is by the arithmetic whenever a load begins."""
+    """Notes how much there is by the arithmetic whenever a process begins that waits for a model or loads one."""
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
         self.sizes: dict[str, int] = {}
         self.held: dict[int, str] = {}
+        self.starting: list[str] = []
         self.most = 0
         self.loads = 0
 
@@ -50,12 +57,66 @@ class Machine(LocalMachine):
 
     async def start(self, name: str) -> Any:
         self.loads += 1
-        there = [each for pid, each in self.held.items() if pid in self.pids]
-        assert name not in there, "two processes of one model"
-        self.most = max(self.most, sum(self.sizes[each] for each in (*there, name)))
-        engine = await super().start(name)
-        self.held[engine.pid] = name
-        return engine
+        assert name not in self.there, "two processes of one model"
+        self.starting.append(name)
+        self._note()
+        try:
+            engine = await super().start(name)
+            self.held[engine.pid] = name
+            return engine
+        finally:
+            self.starting.remove(name)
+
+    async def _created(self, kind: str) -> Any:
+        if kind == "spare":
+            self._note(PROCESS_BYTES)
+        return await super()._created(kind)
+
+    @property
+    def there(self) -> list[str]:
+        return [*self.starting, *(each for pid, each in self.held.items() if pid in self.pids)]
+
+    def _note(self, besides: int = 0) -> None:
+        self.most = max(self.most, sum(self.sizes[each] for each in self.there) + besides)
+
+
+@pytest.fixture
+def peaks(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """By process, what it had taken when it was to end."""
+    found = dict[int, int]()
+
+    async def end(process: Any, drain_s: float) -> None:
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):  # it has ended by itself
+            found[process.pid] = peak(process.pid)
+        await ending(process, drain_s)
+
+    ending = machines._end
+    monkeypatch.setattr(machines, "_end", end)
+    return found
+
+
+@asynccontextmanager
+async def limit(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Has the kernel limit what the processes of all models take together, by a control group in the folder ``CGROUP``
+    of /sys/fs/cgroup, if that is set: it kills none of them."""
+    if (parent := os.environ.get("CGROUP")) is None:
+        yield
+        return
+    group = Path(parent) / f"infer-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        old = (group / "memory.limit_in_bytes").exists()
+        (group / ("memory.limit_in_bytes" if old else "memory.max")).write_text(str(nbytes))
+        join = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
+        monkeypatch.setattr(machines, "COMMAND", ("sh", "-c", join, str(group), *machines.COMMAND))
+        yield
+        kills = (group / ("memory.oom_control" if old else "memory.events")).read_text()
+        most = int((group / ("memory.max_usage_in_bytes" if old else "memory.peak")).read_text())
+        print(f"at most {most / 2**20:.0f} MiB of {nbytes / 2**20:.0f}, the files' pages among them")
+        assert "oom_kill 0" in kills.splitlines()
+        assert 0 < most <= nbytes
+    finally:
+        group.rmdir()
 
 
 def asked(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -66,7 +127,11 @@ def asked(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.long
-async def test_requests_at_random_lose_nothing_and_change_no_bit(tmp_path: Path) -> None:
+async def test_requests_at_random_lose_nothing_and_change_no_bit(
+    tmp_path: Path, peaks: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is there ever more in memory than there may be: each process has taken no more than the arithmetic says, by
+    the kernel's own count, and those that were there at a time had no more than the limit by the arithmetic."""
     sections = ("[kernels]", "threads = 1", "[engine]", "max_batch_size = 4", "max_seq_len = 128", "[server.router]")
     lines = [*sections, "max_waiting = 400"]
     for name, more in KINDS.items():
@@ -88,6 +153,7 @@ async def test_requests_at_random_lose_nothing_and_change_no_bit(tmp_path: Path)
     memory = machine.memory = int(2.2 * (1 << 29))
     waves = 0
     async with (
+        limit(memory, monkeypatch),
         machine,
         aiohttp.ClientSession() as session,
         gateway(plan, loaded.settings.server, machine, memory, bind("127.0.0.1", 0)) as (_, url, _),
@@ -105,6 +171,10 @@ async def test_requests_at_random_lose_nothing_and_change_no_bit(tmp_path: Path)
                 await asyncio.gather(*(ask(*each) for each in now))
             waves += 1
     assert 0 < machine.most <= memory
+    assert machine.held.keys() <= peaks.keys()
+    for pid, most in peaks.items():
+        assert 0 < most <= (machine.sizes[machine.held[pid]] if pid in machine.held else PROCESS_BYTES)
+    print(f"{machine.loads} loads, at most {max(peaks.values()) / 2**20:.0f} MiB each")
     assert machine.loads <= len(KINDS) * waves, "each wave wakes a model once at most"
     assert not machine.pids
 

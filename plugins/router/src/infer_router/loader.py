@@ -83,6 +83,8 @@ class Rules:
     stuck_timeout_s: float = 60.0
     spare_bytes: float = math.inf
     """What a process takes that waits for a model; math.inf if there is to be none."""
+    sizing_bytes: int = 0
+    """What a process takes that does the arithmetic. One at a time is beside ``memory``."""
     health_s: float = HEALTH_S
     backoff_s: float = BACKOFF_S
 
@@ -398,12 +400,19 @@ class Loader:
                     self._ask(each)
                     break
         # Only what no model takes is left to a spare process, and it leaves a load the processor.
-        held = sum(each.nbytes for each in self._models.values() if each.state in HOLDING)
         loading = any(each.state == "loading" for each in self._models.values())
-        self._machine.may_spare(not loading and held + self._rules.spare_bytes <= self._rules.memory)
+        self._machine.may_spare(not loading and self._rules.spare_bytes <= self._room)
+
+    @property
+    def _room(self) -> int:
+        """The memory that neither models have nor processes that do the arithmetic, but for the first of these."""
+        held = sum(each.nbytes for each in self._models.values() if each.state in HOLDING)
+        asking = sum(each.asking for each in self._models.values())
+        return self._rules.memory - held - max(0, asking - 1) * self._rules.sizing_bytes
 
     def _ask(self, model: _Model) -> None:
-        if not model.asking and model.about is None:
+        first = not any(each.asking for each in self._models.values())
+        if not model.asking and model.about is None and (first or self._rules.sizing_bytes <= self._room):
             model.asking = True
             self._begin(partial(self._limited, self._machine.size, model.name), partial(self._sized, model))
 
@@ -433,6 +442,8 @@ class Loader:
                 there.append(Held(each.name, each.nbytes, each.used, each.open > 0, may_leave, leaving))
         placement = place(model.nbytes, self._rules.memory, there)
         if placement.answer == "load":
+            if model.nbytes > self._room:
+                return False  # some of it is lent to processes that do the arithmetic
             log.info("model %s is being loaded: %s", model.name, _gib(model.nbytes))
             model.state, model.loads = "loading", model.loads + 1
             model.keep_alive_s = self._rules.keep_alive_s[model.name]

@@ -97,6 +97,7 @@ async def gateway(
         load_timeout_s=plan.router.load_timeout_s,
         stuck_timeout_s=plan.router.stuck_timeout_s,
         spare_bytes=PROCESS_BYTES if plan.router.spare else math.inf,
+        sizing_bytes=PROCESS_BYTES,
     )
     loader = Loader(machine, rules, lambda name, url: made.changed(name, url))
     made = Gateway(plan, server, loader)
