@@ -20,6 +20,7 @@ from tests.router.test_loader import until
 from infer.contracts.sections import ServerSettings
 from infer.errors import EngineDeadError
 from infer.server.http.sockets import bind, listen
+from infer_router.exchange import MOST_LOST
 from infer_router.gateway import Gateway
 from infer_router.ingress import STATE
 from infer_router.plan import Plan
@@ -321,7 +322,8 @@ async def test_a_model_that_never_fits_is_refused() -> None:
         assert "never fits" in said["error"]["message"]
 
 
-async def test_a_process_that_dies_harms_its_own_requests_and_comes_back() -> None:
+async def test_a_process_that_dies_is_replaced_and_its_requests_are_asked_again() -> None:
+    """Of other models none notices."""
     async with front(THREE) as f:
         await f.post("/v1/completions", {"model": "b", "prompt": "x"})
         f.machine.gate.clear()
@@ -329,13 +331,33 @@ async def test_a_process_that_dies_harms_its_own_requests_and_comes_back() -> No
         kept = asyncio.create_task(f.post("/v1/completions", {"model": "b", "prompt": "x"}))
         await until(lambda: len(f.machine.asked) == 3)
         await f.machine.servers[1].die(9)
-        status, said, _ = await lost
-        assert status == 503
-        assert isinstance(said["error"]["message"], str)
+        await until(lambda: len(f.machine.asked) == 4)
         f.machine.gate.set()
+        assert (await lost)[:2] == (200, {"by": "a"})
         assert (await kept)[1] == {"by": "b"}
-        assert (await f.post("/v1/completions", {"model": "a", "prompt": "x"}))[1] == {"by": "a"}
-        assert f.machine.loads[:3] == ["b", "a", "a"]
+        assert f.machine.loads == ["b", "a", "a"]
+
+
+async def test_a_request_that_ends_every_process_ends_no_more_than_a_few() -> None:
+    async with front(THREE) as f:
+        f.machine.gate.clear()
+        lost = asyncio.create_task(f.post("/v1/completions", {"model": "a", "prompt": "x"}))
+        for number in range(MOST_LOST):
+            await until(lambda number=number: len(f.machine.asked) == number + 1)  # type: ignore[misc]
+            await f.machine.servers[number].die(9)
+        status, said, _ = await lost
+        assert (status, f"{MOST_LOST} replicas were lost" in said["error"]["message"]) == (503, True)
+
+
+async def test_what_asks_no_model_waits_for_none() -> None:
+    async with front(THREE) as f:
+        await f.post("/v1/completions", {"model": "a", "prompt": "x"})
+        f.machine.gate.clear()
+        lost = asyncio.create_task(f.ask("GET", "/v1/responses/x"))
+        await until(lambda: len(f.machine.asked) == 2)
+        await f.machine.servers[0].die(9)
+        status, said, _ = await lost
+        assert (status, said["error"]["message"]) == (503, "No replica can take requests at the moment; try again.")
 
 
 async def test_the_server_ends_with_a_sentence_when_the_task_that_owns_the_models_fails(

@@ -94,8 +94,10 @@ def test_models_are_named_by_words(tmp_path: Path) -> None:
     plan = planned("", tmp_path, (str(tmp_path / "Tiny-3.gguf"), "org/name", "demo"))
     assert plan.engines.keys() == {"Tiny-3", "org/name", "demo"}
     assert plan.engines["org/name"]["model"]["path"] == "org/name"
-    with pytest.raises(SettingsError, match="would be called 'demo', as another is"):
-        planned("", tmp_path, ("demo", "demo"))
+    with pytest.raises(SettingsError, match="would be called 'Tiny-3', as another is"):
+        planned("", tmp_path, ("Tiny-3", str(tmp_path / "Tiny-3.gguf")))
+    with pytest.raises(SettingsError, match="The model 'demo' is given 2 times"):
+        planned("", tmp_path, ("demo", "b", "demo"))
     with pytest.raises(SettingsError, match=r"--model\.path = 'x' is given besides 2 models"):
         planned("", tmp_path, ("a", "b"), ("--model.path=x",))
 

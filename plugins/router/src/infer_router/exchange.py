@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 STREAMS = {each.CONTENT_TYPE: each for each in (OPENAI, Ollama())}
 """How streams are written, by media type, as far as an ingress looks into them."""
 RESUME_S = 60.0
-"""How long a stream that has begun waits for another replica."""
+"""How long a stream that has begun waits for another replica, and so does whoever is patient."""
 MOST_LOST = 3
 """How many replicas may be lost in a row while they answer a request that gets nowhere: it may be what ends them."""
 MOST_REFUSED = 3
@@ -102,8 +102,12 @@ class Asker(Protocol):
 class Exchange:
     """One client's request, and the replicas that are asked for its answer."""
 
-    def __init__(self, ingress: Asker, http: web.Request, outgoing: Outgoing, headers: CIMultiDict[str]) -> None:
+    def __init__(
+        self, ingress: Asker, http: web.Request, outgoing: Outgoing, headers: CIMultiDict[str], patient: bool = False
+    ) -> None:
+        """A ``patient`` one waits for another replica even before the client has got anything."""
         self._ingress = ingress
+        self._patient = patient
         self._http = http
         self._outgoing = outgoing
         self._headers = headers
@@ -124,10 +128,11 @@ class Exchange:
             if choice is None:
                 if refused is not None and self._response is None:
                     return web.Response(status=refused.status, headers=refused.headers, body=refused.body)
-                if self._response is None:
-                    raise EngineDeadError("No replica can take requests at the moment; try again.")
                 deadline = deadline or time.monotonic() + RESUME_S
-                if not await self._later(deadline):
+                waits = self._patient or self._response is not None
+                if not waits or not await self._later(deadline):
+                    if self._response is None:
+                        raise EngineDeadError("No replica can take requests at the moment; try again.")
                     return await self._fail(
                         "The replica that answered was lost, and no other can take over; try again."
                     )

@@ -296,10 +296,11 @@ class Gateway:
             said = {"model": asked.model, "created_at": _written(datetime.now(UTC))}
             return web.json_response(said | empty | {"done": True, "done_reason": "unload"})
         async with self._loader.use(name, keep):
-            return await self._sent(http, name, outgoing(body, asked, samples=http.path in SAMPLING))
+            what = outgoing(body, asked, samples=http.path in SAMPLING)
+            return await self._sent(http, name, what, patient=True)  # a process that ends meanwhile is replaced
 
-    async def _sent(self, http: web.Request, name: str, what: Outgoing) -> web.StreamResponse:
-        return await self._ingresses[name].passed(http, what, INFLATED)
+    async def _sent(self, http: web.Request, name: str, what: Outgoing, patient: bool = False) -> web.StreamResponse:
+        return await self._ingresses[name].passed(http, what, INFLATED, patient=patient)
 
     async def _passed(self, http: web.Request, body: bytes | None) -> web.StreamResponse:
         """What names no model is for one that is there."""

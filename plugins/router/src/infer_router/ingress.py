@@ -183,9 +183,10 @@ class Ingress:
             self.open -= 1
 
     async def passed(
-        self, http: web.Request, outgoing: Outgoing, without: frozenset[str] = frozenset()
+        self, http: web.Request, outgoing: Outgoing, without: frozenset[str] = frozenset(), *, patient: bool = False
     ) -> web.StreamResponse:
-        """The answer of a replica, which gets the client's headers but for those ``without``."""
+        """The answer of a replica, which gets the client's headers but for those ``without``. If none is there, who is
+        ``patient`` waits for one."""
         http[CALLER].user = outgoing.user
         kept_back = KEPT_BACK | without
         headers = CIMultiDict((name, v) for name, v in http.headers.items() if name.lower() not in kept_back)
@@ -195,7 +196,7 @@ class Ingress:
         if baggage := with_blocks(",".join(headers.popall("baggage", ())), outgoing.chain):
             headers["baggage"] = baggage
         self.counts.requests += 1
-        return await Exchange(self, http, outgoing, headers).run()
+        return await Exchange(self, http, outgoing, headers, patient).run()
 
     @asynccontextmanager
     async def asking(self, name: str) -> AsyncIterator[None]:

@@ -292,13 +292,14 @@ class Loader:
     def _sized(self, model: _Model, result: Mapping[str, Any] | Exception) -> None:
         model.asking = False
         if isinstance(result, Exception):
-            self._fail(model, result, "its size cannot be told")
+            self._fail(model, result)
         else:
             model.about = result
 
     def _loaded(self, model: _Model, result: Engine | Exception) -> None:
         if isinstance(result, Exception):
-            self._fail(model, result, "it cannot be loaded")
+            model.about = None  # the checkpoint may be another when it is asked for again
+            self._fail(model, result)
             model.leaving = False
             return
         log.info("model %s is loaded", model.name)
@@ -339,19 +340,19 @@ class Loader:
         if isinstance(result, Exception):
             raise result
 
-    def _fail(self, model: _Model, error: Exception, what: str) -> None:
+    def _fail(self, model: _Model, error: Exception) -> None:
         if isinstance(error, TimeoutError):
             limit = self._rules.load_timeout_s
             said = f"it took longer than server.router.load_timeout_s = {limit:g} s, and was stopped"
         elif isinstance(error, InferError):
             said = str(error)
         else:
-            log.error("model %s: %s", model.name, what, exc_info=error)
+            log.error("model %s cannot be loaded", model.name, exc_info=error)
             said = f"{type(error).__name__}; the server's log says more"
-        model.state, model.problem = "failed", f"{what}: {said}"
-        log.error("model %s: %s", model.name, model.problem)
+        model.state, model.problem = "failed", said
+        log.error("model %s cannot be loaded: %s", model.name, said)
         self._back_off(model)
-        self._refuse(model, EngineDeadError(f"The model {model.name!r} is not there: {model.problem}"))
+        self._refuse(model, EngineDeadError(f"The model {model.name!r} cannot be loaded: {said}"))
 
     def _back_off(self, model: _Model) -> None:
         wait = min(MOST_BACKOFF_S, self._rules.backoff_s * 2 ** min(model.failures, 10))

@@ -98,6 +98,9 @@ def several(context: CommandContext, words: Sequence[str] = ()) -> Plan:
         raise SettingsError(
             f"--model.path = {context.settings.model.path!r} is given besides {len(words)} models; leave one out."
         )
+    for word in words:
+        if words.count(word) > 1:
+            raise SettingsError(f"The model {word!r} is given {words.count(word)} times; leave out all but one.")
     if words:
         chosen = {word: tables[word] for word in words if word in tables}
         for word in words:
@@ -196,7 +199,7 @@ def _named(word: str, taken: Mapping[str, Any]) -> str:
     name = path.resolve().name.removesuffix(".gguf") if path.exists() else word.rstrip("/")
     if name in taken:
         raise SettingsError(
-            f"{word!r} would be called {name!r}, as another is; give them names by tables [models.NAME]."
+            f"{word!r} would be called {name!r}, as another is; give each a name by a table [models.NAME]."
         )
     return name
 
