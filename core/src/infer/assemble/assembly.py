@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from infer.assemble.adapters import LoadedAdapters, PreparedAdapter
-from infer.assemble.blueprint import Blueprint, draft_head, dtype_name
+from infer.assemble.blueprint import Blueprint, attach, draft_head, dtype_name
 from infer.assemble.drafts import speculation
 from infer.assemble.kept import KeptVerdict
 from infer.assemble.served import Served
@@ -111,7 +111,10 @@ class Assembly(Blueprint):
 
     @cached_property
     def model(self) -> ModelProtocol:
-        return self.weights.load(self.context, self.kept_weights)
+        model = self.weights.load(self.context, self.kept_weights)
+        if (other := self._head(model, self.context, self.settings)) is not None:
+            attach(model, other.model)
+        return model
 
     @cached_property
     def pool(self) -> CachePoolProtocol:
@@ -223,7 +226,7 @@ class Assembly(Blueprint):
         confirmation: Confirmation | None,
     ) -> Engine:
         scheduler = self._scheduler()
-        size, keep = self.settings.engine.max_batch_size, self._wants_head
+        size, keep = self.settings.engine.max_batch_size, self.wants_head
         whose = self.chosen("kernels").whose
         runner = Runner(
             self.model, self.pool, self.kernels, self.device, size, graphs, keep_hidden=keep, whose_kernels=whose
@@ -274,7 +277,7 @@ class Assembly(Blueprint):
 
     def second(self, path: str) -> SecondModel:
         """A further checkpoint, loaded as the first except for what the settings say of that one alone."""
-        other = self._beside(path, self.max_seq_len)
+        other = self._second(path, self.max_seq_len)
         model = other.model
         tokenizer = read_tokenizer(None, other.checkpoint, model.vocab_size, frozenset())
         return SecondModel(model, other.make_pool(model), tokenizer, other.context.max_seq_len)

@@ -18,14 +18,22 @@ from infer.assemble.adapters import PreparedAdapter, adapters_to_load
 from infer.assemble.devices import choose_device, for_device
 from infer.assemble.identity import identity, packed_identity
 from infer.assemble.kept import KeptWeights, weights_folder
-from infer.assemble.sizes import Taken
+from infer.assemble.sizes import Sketch, Taken
 from infer.assemble.texts import Texts, read_texts
 from infer.assemble.weights import Weights, open_checkpoint
 from infer.checkpoint import Checkpoint, ending
 from infer.contracts.cache import CacheContext, CachePoolProtocol, StatefulPool
 from infer.contracts.kernels import KeepingKernels, KernelsProtocol
-from infer.contracts.model import DraftHead, DraftingModel, ModelContext, ModelProtocol, StatefulModel
-from infer.contracts.proposer import OwnHead, ProposerContext, SecondModel
+from infer.contracts.model import (
+    DraftHead,
+    DraftingModel,
+    LayerReadingHead,
+    ModelContext,
+    ModelProtocol,
+    ReadableModel,
+    StatefulModel,
+)
+from infer.contracts.proposer import OwnHead, ProposerContext, ProposerRegistration, SecondModel
 from infer.contracts.sections import Settings, slow_dtype
 from infer.engine.exactness import LENGTH
 from infer.errors import InferError, SettingsError
@@ -124,7 +132,7 @@ class Blueprint:
     def length(self) -> tuple[int, str]:
         """``engine.max_seq_len``, or else as many positions as the checkpoint was made for and the cache can hold, and
         a sentence that says which."""
-        least = ModelContext(self.kernels, self.dtype, self.device, 2, self._wants_head)
+        least = ModelContext(self.kernels, self.dtype, self.device, 2, self._wants_own_head)
         asked, own, cache = self.settings.engine.max_seq_len, self.checkpoint.max_positions, self.chosen("cache")
         if asked is not None:
             if asked > own:
@@ -137,7 +145,7 @@ class Blueprint:
         if own == sys.maxsize:
             own, why = DEFAULT_MAX_SEQ_LEN, "config.json does not say how many there are"
         elif own > DEFAULT_MAX_SEQ_LEN and cache.longest is not None:
-            sketch = self.weights.sketch(least)
+            sketch = self.sketch(least)
             pool = self._cache_context(sketch.model, replace(least, max_seq_len=own))
             with Named(f"{cache.whose} cannot say how long a sequence may be"):
                 held = cache.longest(pool, cache.own(self.settings), self._besides(sketch.model, sketch.nbytes))
@@ -151,12 +159,34 @@ class Blueprint:
     def context(self) -> ModelContext:
         """What the model is made from."""
         slots = self.settings.adapters.slots
-        return ModelContext(self.kernels, self.dtype, self.device, self.length[0], self._wants_head, slots)
+        return ModelContext(self.kernels, self.dtype, self.device, self.length[0], self._wants_own_head, slots)
 
     @property
-    def _wants_head(self) -> bool:
-        """Whether the model is to have its draft head."""
-        return self.settings.engine.speculation is not None and self.chosen("proposer").draft_head
+    def _proposer(self) -> ProposerRegistration | None:
+        """The chosen proposer's registration, if it may need a draft head."""
+        return None if self.settings.engine.speculation is None else self.chosen("proposer").proposer
+
+    @property
+    def _wants_own_head(self) -> bool:
+        """Whether the model is to have the draft head of its checkpoint."""
+        return self._proposer is not None and self._proposer.draft_head
+
+    @property
+    def wants_head(self) -> bool:
+        """Whether the model is to have a draft head."""
+        return self._proposer is not None and self._proposer.reads
+
+    def sketch(self, context: ModelContext, settings: Settings | None = None) -> Sketch:
+        """What the model will take, with its draft head if that has a checkpoint of its own; by other ``settings`` if
+        they are given. Raises what loading raises, except for what only values show."""
+        settings = settings or self.settings
+        sketch = replace(self.weights, settings=settings).sketch(context)
+        if (other := self._head(sketch.model, context, settings)) is not None:
+            head = other.weights.sketch(other.context)
+            attach(sketch.model, head.model)
+            peak = max(sketch.peak, sketch.nbytes + head.peak)
+            sketch = replace(sketch, nbytes=sketch.nbytes + head.nbytes, peak=peak)
+        return sketch
 
     def texts(self, vocab_size: int) -> Texts:
         return read_texts(self.settings, self.plugins, self.checkpoint, vocab_size)
@@ -266,7 +296,7 @@ class Blueprint:
     def taken(self, most: int) -> Taken:
         """What the model would take of ``most`` bytes, found without its weights. Where these are too few for the
         weights, the rest is not counted. Raises InferError."""
-        sketch = self.weights.sketch(self.context)
+        sketch = self.sketch(self.context)
         peak, held, positions = sketch.peak, sketch.nbytes, self.length[0]
         if peak <= most:
             held += sum(self.adapter_sizes(self.adapters(sketch.model)).values())
@@ -294,27 +324,47 @@ class Blueprint:
         engine, tokenizer = self.settings.engine, texts.tokenizer
         return ProposerContext(engine, tokenizer, vocab_size, max_seq_len, self.device, self.kernels, load, own)
 
-    def _beside(self, path: str, max_seq_len: int) -> Self:
+    def _beside(self, path: str, settings: Settings) -> Self:
         """A further checkpoint, loaded as the first except for what the settings say of that one alone."""
         own = {"path": path, "family": "auto", "tokenizer": None, "revision": None}
         update = {
-            "model": self.settings.model.model_copy(update=own),
-            "engine": self.settings.engine.model_copy(update={"speculation": None}),
+            "model": settings.model.model_copy(update=own),
+            "engine": settings.engine.model_copy(update={"speculation": None}),
         }
-        other = type(self)(self.settings.model_copy(update=update), self.plugins, outlines=self._outlines)
+        return type(self)(settings.model_copy(update=update), self.plugins, outlines=self._outlines)
+
+    def _second(self, path: str, max_seq_len: int) -> Self:
+        """The checkpoint of a second model."""
+        other = self._beside(path, self.settings)
         positions = min(max_seq_len, other.checkpoint.max_positions)
         other.context = ModelContext(self.kernels, other.dtype, self.device, positions)
+        return other
+
+    def _head(self, model: ModelProtocol, context: ModelContext, settings: Settings) -> Self | None:
+        """The checkpoint of the model's draft head, if it has one of its own."""
+        if self._proposer is None or self._proposer.head_path is None:
+            return None
+        path = self._proposer.head_path(self.chosen("proposer").own(settings))
+        if not isinstance(model, ReadableModel):
+            whose = self.weights.family.whose
+            raise SettingsError(
+                f'engine.speculation is "{settings.engine.speculation}", whose head reads hidden states from between '
+                f"the model's layers, but {whose[0].lower()}{whose[1:]} does not yield them; choose ngram or draft."
+            )
+        other = self._beside(path, settings)
+        other.dtype = self.dtype
+        other.context = replace(context, draft_head=False, adapter_slots=0, drafts_for=model)
         return other
 
     def _others(self, sketch: ModelProtocol, max_seq_len: int) -> list[Self]:
         """Those of the checkpoints that the proposer would load besides the model, found without weights: it is made up
         to where it asks for the first of them."""
         found = list[Self]()
-        if self.settings.engine.speculation is None or self._wants_head:
+        if self.settings.engine.speculation is None or self.wants_head:
             return found
 
         def load(path: str) -> SecondModel:
-            found.append(self._beside(path, max_seq_len))
+            found.append(self._second(path, max_seq_len))
             raise InferError("There are no weights yet.")
 
         texts = self.texts(sketch.vocab_size)
@@ -330,6 +380,13 @@ class Blueprint:
 def draft_head(model: ModelProtocol | DraftHead) -> DraftHead | None:
     """The model's draft head, if it is loaded."""
     return model.draft_head if isinstance(model, DraftingModel) else None
+
+
+def attach(model: ModelProtocol, head: ModelProtocol) -> None:
+    """Give the model a draft head of another checkpoint; both have been checked."""
+    assert isinstance(model, ReadableModel)
+    assert isinstance(head, LayerReadingHead)
+    model.attach(head)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -20,6 +20,7 @@ from infer.checkpoint.quantize import Quantize, Quantizer
 from infer.contracts.kernels import KeepingKernels
 from infer.contracts.model import (
     DraftingModel,
+    LayerReadingHead,
     ModelContext,
     ModelProtocol,
     PackingModel,
@@ -114,6 +115,12 @@ class Weights:
         """The model, not loaded yet."""
         with self.checkpoint.placed():
             model: ModelProtocol = self.family.build(self.settings, self.checkpoint.config, context)
+            if context.drafts_for is not None and not isinstance(model, LayerReadingHead):
+                kinds = ", ".join(self.checkpoint.architectures)
+                raise SettingsError(
+                    f"{self.checkpoint.path} is no draft head, but a model ({kinds}); give the checkpoint of a head, or "
+                    "choose draft as engine.speculation."
+                )
             if context.draft_head and not self._has_head(model):
                 raise SettingsError(
                     f'engine.speculation is "{self.settings.engine.speculation}", but the checkpoint has no draft head '

@@ -8,7 +8,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +85,7 @@ class Doctor:
         proposer = True
         if self.settings.engine.speculation is not None:
             proposer = self._tries(self._choice, "proposer", "proposer")
-            if not (proposer and self.blueprint.chosen("proposer").draft_head):
+            if not (proposer and self.blueprint.wants_head):
                 self.report.notes.append(
                     "What engine.speculation takes is not counted: a draft model's weights and cache."
                 )
@@ -162,7 +162,7 @@ class Doctor:
 
         free = free_memory(self.blueprint.device)
         context = self.blueprint.context
-        sketch = self.blueprint.weights.sketch(context)
+        sketch = self.blueprint.sketch(context)
         self._weights(sketch)
         sizes = self._quantizations(context, sketch.nbytes)
         self.report.add(
@@ -210,8 +210,7 @@ class Doctor:
                 if name != asked:
                     model = self.settings.model.model_copy(update={"quantization": name})
                     other = self.settings.model_copy(update={"model": model})
-                    weights = replace(self.blueprint.weights, settings=other)
-                    sizes[str(name).lower()] = weights.sketch(context).nbytes
+                    sizes[str(name).lower()] = self.blueprint.sketch(context, other).nbytes
             summary = ", ".join(f"{name} would take {mib(size)}" for name, size in sizes.items()) + f" ({why})"
         self.report.add("quantization", summary, asked=asked, bytes={str(asked).lower(): nbytes} | sizes)
         return sizes

@@ -32,8 +32,8 @@ class Pass:
     rows_N: Tensor | None = None
     """int64: indices of the tokens whose hidden states are wanted; None for all. N may be 0."""
     hidden_TD: Tensor | None = None
-    """For a ``DraftHead``, and no other model: hidden states after the final norm, each of the token before
-    ``token_ids_T``'s."""
+    """For a ``DraftHead``, and no other model: hidden states, each of the token before ``token_ids_T``'s: those of the
+    model after its final norm or, for a ``LayerReadingHead``, joined; or those that the head has made itself."""
 
 
 class ModelProtocol(Protocol):
@@ -126,12 +126,41 @@ class DraftHead(Protocol):
 
 
 @runtime_checkable
+class LayerReadingHead(DraftHead, Protocol):
+    """A draft head that reads hidden states from between the model's layers, and has a checkpoint of its own
+    (EAGLE-3)."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Which it reads: those that enter the layers of these indices. 0 stands for the embeddings, and the number of
+        layers for what the final norm gets. ``hidden_size`` is that of all of them together."""
+
+    def joined(self, hidden_TD: Tensor) -> Tensor:
+        """What it reads, side by side, [T, hidden_size], as the hidden states that ``forward`` takes."""
+
+
+@runtime_checkable
 class DraftingModel(Protocol):
-    """A model of a family whose checkpoints may have a draft head."""
+    """A model that may have a draft head."""
 
     @property
     def draft_head(self) -> DraftHead | None:
-        """None unless ``ModelContext.draft_head`` asks for it. The model's ``forward`` does not run it."""
+        """None unless ``ModelContext.draft_head`` asks for it, or ``ReadableModel.attach`` was called. The model's
+        ``forward`` does not run it."""
+
+
+@runtime_checkable
+class ReadableModel(DraftingModel, Protocol):
+    """A model whose passes can yield hidden states from between its layers, too."""
+
+    @property
+    def hidden_size(self) -> int:
+        """The D of hidden states after the final norm."""
+
+    def attach(self, head: LayerReadingHead) -> None:
+        """Make it the draft head. From now on, what ``head`` reads follows each row's hidden state in the result of
+        ``forward``, [N, D + head.hidden_size], and ``logits`` takes such rows. Both are one tensor, so that a recorded
+        pass yields both."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +175,8 @@ class ModelContext:
     """Whether a ``DraftingModel`` is to have its draft head. If not, it leaves out the head's tensors."""
     adapter_slots: int = 0
     """How many adapters an ``AdaptingModel`` is to have slots for; 0 if it need not apply any."""
+    drafts_for: ModelProtocol | None = None
+    """The model whose draft head is asked for, a ``LayerReadingHead`` with the methods of a model besides."""
 
 
 class ModelFactory(Protocol):

@@ -67,9 +67,10 @@ class ReadingProposer(ProposerProtocol, Protocol):
     """A proposer that reads hidden states. They are kept for it, and only then."""
 
     def read(self, computed: Sequence[Computed], hidden_TD: Tensor) -> None:
-        """A pass has been launched. ``hidden_TD`` are the hidden states after the final norm of the sequences'
-        positions, end to end; other rows may follow. A later pass may overwrite them, so copy what is kept. Do not wait
-        for the device.
+        """A pass has been launched. ``hidden_TD`` has the hidden states of the sequences' positions, end to end; other
+        rows may follow. The last columns, as many as the draft head's ``hidden_size``, are what it reads; the others
+        are of the model after its final norm. A later pass may overwrite them, so copy what is kept. Do not wait for
+        the device.
 
         Of a prefix that the cache holds already, nothing is read, and a sequence that has lost its slot is computed,
         and read, again."""
@@ -87,7 +88,7 @@ class SecondModel(NamedTuple):
 
 
 class OwnHead(NamedTuple):
-    """The draft head of the model that is served."""
+    """The draft head of the model that is served, of the same checkpoint or of one of its own."""
 
     head: DraftHead
     pool: CachePoolProtocol
@@ -125,3 +126,11 @@ class ProposerRegistration(Registration[ProposerFactory]):
 
     draft_head: bool = False
     """Whether the model is loaded with its draft head (``DraftingModel``) for it. A model that has none is refused."""
+    head_path: Callable[[Any], str] | None = None
+    """For a draft head of another checkpoint (``LayerReadingHead``): the path that the proposer's settings give. Raises
+    SettingsError if they give none."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether hidden states are kept for it."""
+        return self.draft_head or self.head_path is not None

@@ -12,7 +12,7 @@ from torch import Tensor
 from infer.contracts.adapters import AdapterRows, AdaptingModel
 from infer.contracts.cache import CachePoolProtocol
 from infer.contracts.kernels import KernelsProtocol
-from infer.contracts.model import ModelProtocol, Pass
+from infer.contracts.model import ModelProtocol, Pass, ReadableModel
 from infer.contracts.request import TokenLogprobs
 from infer.device import FixedTensor, download, mark, upload
 from infer.engine.batch import Batch, Draw, Floats, HiddenStates, Score
@@ -82,6 +82,7 @@ class Runner:
         self._device = device
         self._graphs = graphs
         self._keep_hidden = keep_hidden
+        self._hidden_size = model.hidden_size if isinstance(model, ReadableModel) else None
         self._whose_kernels = whose_kernels or f"The kernels ({type(kernels).__name__})"
         self._drawing = Drawing(device)
         self._masks = Masks()
@@ -107,7 +108,7 @@ class Runner:
             case Score():
                 return self._score(readout, hidden_ND)
             case HiddenStates(first=first, count=count):
-                host_ND = download(hidden_ND[first : first + count].float())
+                host_ND = download(hidden_ND[first : first + count, : self._hidden_size].float())
                 return host_ND.numpy
 
     def _draw(self, draw: Draw, hidden_ND: Tensor) -> Callable[[], Result]:

@@ -73,9 +73,9 @@ class Offer:
         return isinstance(self.registration, CacheRegistration) and self.registration.states
 
     @property
-    def draft_head(self) -> bool:
-        """``ProposerRegistration.draft_head``; False for other plugins."""
-        return isinstance(self.registration, ProposerRegistration) and self.registration.draft_head
+    def proposer(self) -> ProposerRegistration | None:
+        """The registration of a proposer that may need a draft head; None for other plugins."""
+        return self.registration if isinstance(self.registration, ProposerRegistration) else None
 
     @property
     def about(self) -> str:

@@ -152,7 +152,7 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
         ProposerRegistration,
         ProposerProtocol,
         "engine.speculation",
-        packages=dict.fromkeys(("draft", "mtp", "ngram"), "infer-speculation"),
+        packages=dict.fromkeys(("draft", "eagle3", "mtp", "ngram"), "infer-speculation"),
     ),
     "kernels": ExtensionPoint(
         "infer_kernels",

@@ -206,8 +206,9 @@ def _registration(point: str, at: str, kind: type[Registration[Any]], value: obj
     for field in {"chunks", "draft_head"} & given.keys():
         if type(given[field]) is not bool:
             raise PluginError(f"{at} {field} is {_show(given[field])}, neither True nor False.")
-    if given.get("longest") is not None and not callable(given["longest"]):
-        raise PluginError(f"{at} longest is {_show(given['longest'])}, which cannot be called.")
+    for field in {"longest", "head_path"} & given.keys():
+        if given[field] is not None and not callable(given[field]):
+            raise PluginError(f"{at} {field} is {_show(given[field])}, which cannot be called.")
     if "add_arguments" in given:
         _try_arguments(given["add_arguments"], at)
     given["settings"] = _settings(given["settings"], at)

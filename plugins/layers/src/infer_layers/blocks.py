@@ -47,8 +47,8 @@ class Attention:
     """The q, K and V projections, optional norms of q and K, rotary embedding (unless ``rope`` is None), attention over
     the cache, and the output projection.
 
-    ``layer`` is the layer's index, and ``size`` the hidden size. ``biases`` says which projections have a bias, by
-    letters of "qkvo". ``qkv`` are the checkpoint's names of q, k and v within ``name``, or the single name of the
+    ``layer`` is the layer's index, and ``size`` the hidden size; x may have another, ``in_size``. ``biases`` says which
+    projections have a bias, by letters of "qkvo". ``qkv`` are the checkpoint's names of q, k and v within ``name``, or the single name of the
     tensor that holds all three, stacked by rows; ``out`` is that of the output projection. q and K have RMS norms if
     ``qk_norm_eps`` is given: with ``qk_norm_whole``, one norm spans all heads of q, and another those of K; otherwise
     each head is normalized by itself, and all of them by one weight. With ``interleaved``, a head's
@@ -84,6 +84,7 @@ class Attention:
         v_norm_eps: float | None = None,
         shared: bool = False,
         gated: bool = False,
+        in_size: int | None = None,
     ) -> None:
         H, K, E = spec.num_heads, spec.num_kv_heads, spec.head_size
         if H % K:
@@ -107,9 +108,8 @@ class Attention:
         names = [f"{name}.{part}" for part in qkv]
         parts = "q" if shared else "qk" if len(qkv) == 2 else "qkv"
         widths = {"q": width, "k": K * E, "v": K * E}
-        self._qkv = Linear(
-            weights, names, size, [widths[part] for part in parts], [part in biases for part in parts], order=order_N
-        )
+        rows, biased = [widths[part] for part in parts], [part in biases for part in parts]
+        self._qkv = Linear(weights, names, in_size or size, rows, biased, order=order_N)
         self._sizes = [H * E] * gated + [H * E, *self._qkv.sizes[1:]]
         self._gated = gated
         self._v_norm: tuple[Tensor, float] | None = None

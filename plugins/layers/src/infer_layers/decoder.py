@@ -14,11 +14,12 @@ from torch import Tensor
 
 from infer.contracts.attention import AttentionSpec, Rotary
 from infer.contracts.cache import KVCacheView
-from infer.contracts.model import ModelContext, Pass
+from infer.contracts.model import DraftHead, LayerReadingHead, ModelContext, Pass
 from infer.contracts.states import StateSpec
 from infer.errors import CheckpointError
 from infer.weight import Weight
 from infer_layers.adapters import Adapters
+from infer_layers.blocks import select
 from infer_layers.config import PositiveNumber, read_config
 from infer_layers.linear import Embedding, Head, Norm, RMSNorm
 from infer_layers.rotary import RopeParameters, RotaryEmbedding
@@ -173,10 +174,10 @@ class DecoderLayer(Protocol):
 
 
 class Decoder:
-    """A ModelProtocol, UnstackingModel, SparingModel, StatefulModel and AdaptingModel: embedding, layers, final norm,
-    head. ``schema`` validates config.json, and names these parts in the checkpoint; ``layer`` makes one layer from
-    (weights, name, index, config, AttentionSpec or None, RopeParameters or None). Raises CheckpointError if no layer
-    has attention, or config.json is not as it has to be."""
+    """A ModelProtocol, UnstackingModel, SparingModel, StatefulModel, AdaptingModel and ReadableModel: embedding,
+    layers, final norm, head. ``schema`` validates config.json, and names these parts in the checkpoint; ``layer`` makes
+    one layer from (weights, name, index, config, AttentionSpec or None, RopeParameters or None). Raises CheckpointError
+    if no layer has attention, or config.json is not as it has to be."""
 
     def __init__(
         self,
@@ -215,13 +216,29 @@ class Decoder:
         self.norm = c.norm(w, c.norm_name)
         self.head = Head(w, self.embedding, c.head_name, c.vocab_size, size, c.tie_word_embeddings)
         self.soft_cap, self.divisor = c.logits_soft_cap, c.logits_divisor
+        self.hidden_size = size
+        self.draft_head: DraftHead | None = None
+        self.read: Sequence[int] = ()
+        """What the draft head reads besides, as ``LayerReadingHead.layers``."""
+
+    def attach(self, head: LayerReadingHead) -> None:
+        self.draft_head, self.read = head, head.layers
 
     def forward(self, batch: Pass) -> Tensor:
         x_TD, residual_TD, last = self.embedding(batch.token_ids_T), None, len(self.layers) - 1
+        read: dict[int, Tensor] = {}
         for i, (layer, rotary) in enumerate(zip(self.layers, self.rotations(batch), strict=True)):
+            if i in self.read:
+                read[i] = select(x_TD if residual_TD is None else x_TD + residual_TD, batch.rows_N)
             rows_N = batch.rows_N if i == last else None
             x_TD, residual_TD = layer(x_TD, residual_TD, rotary, batch.cache, rows_N)
-        return self.norm.add(x_TD, residual_TD)[0]
+        hidden_ND, read[len(self.layers)] = self.norm.add(x_TD, residual_TD)
+        return self.beside(hidden_ND, read)
+
+    def beside(self, hidden_ND: Tensor, read: Mapping[int, Tensor]) -> Tensor:
+        """The hidden states with what the draft head reads, of the wanted rows, by index of the layer that it
+        enters."""
+        return torch.cat((hidden_ND, *(read[i] for i in self.read)), dim=-1) if self.read else hidden_ND
 
     def rotations(self, batch: Pass) -> list[Rotary | None]:
         """Each layer's rotation of the pass's tokens."""
@@ -229,7 +246,7 @@ class Decoder:
         return [made[rotary] for rotary in self.rotary]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        logits_NV = self.head(hidden_ND)
+        logits_NV = self.head(hidden_ND[:, : self.hidden_size].contiguous() if self.read else hidden_ND)
         if self.divisor is not None:
             logits_NV = logits_NV / self.divisor
         return logits_NV if self.soft_cap is None else self.soft_cap * torch.tanh(logits_NV / self.soft_cap)

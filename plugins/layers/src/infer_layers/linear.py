@@ -172,8 +172,13 @@ class Embedding:
         weights.expect(self.name, (num, size), lambda t: setattr(self, "packed", self._kernels.pack(t)), packed=True)
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
-        x_TD = self._kernels.embedding(token_ids_T, self.packed)
+        x_TD = self.rows(token_ids_T)
         return x_TD if self.scale is None else x_TD * self.scale
+
+    def rows(self, token_ids_T: Tensor) -> Tensor:
+        """The weight's rows themselves."""
+        x_TD: Tensor = self._kernels.embedding(token_ids_T, self.packed)
+        return x_TD
 
 
 class Head:

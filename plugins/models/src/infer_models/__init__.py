@@ -8,6 +8,7 @@ from infer import hookimpl
 from infer.contracts.model import ModelRegistration
 from infer_layers import Decoder, DecoderConfig, DecoderLayer
 from infer_models.bamba import BambaConfig
+from infer_models.eagle3 import Eagle3Head
 from infer_models.exaone4 import Exaone4Config
 from infer_models.falcon_h1 import FalconH1Config, FalconH1Layer
 from infer_models.gemma2 import Gemma2Config
@@ -137,5 +138,14 @@ def infer_models() -> list[ModelRegistration]:
             lambda config, context, settings: MTPModel(config, context, Qwen3NextConfig, Qwen3_5MoeLayer),
             "Qwen3-Next",
             architectures=("Qwen3NextForCausalLM", "Qwen3NextModel"),
+        ),
+        ModelRegistration(
+            "eagle3",
+            lambda config, context, settings: Eagle3Head(config, context),
+            "EAGLE-3 draft heads, for engine.speculation",
+            architectures=(
+                *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+                *("Eagle3Speculator", "Eagle3DraftModel"),
+            ),
         ),
     ]

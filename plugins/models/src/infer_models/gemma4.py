@@ -295,10 +295,14 @@ class Gemma4(LanguageModel):
     def forward(self, batch: Pass) -> Tensor:
         x_TD, last = self.embedding(batch.token_ids_T), self.config.first_shared - 1
         inputs_LTP = None if self.inputs is None else self.inputs(batch.token_ids_T, x_TD)
+        read: dict[int, Tensor] = {}
         for i, (layer, rotary) in enumerate(zip(self.layers, self.rotations(batch), strict=True)):
+            if i in self.read:
+                read[i] = select(x_TD, batch.rows_N if i <= last else None)
             rows_N = batch.rows_N if i >= last else None
             x_TD = layer(x_TD, None if inputs_LTP is None else inputs_LTP[i], rotary, batch.cache, rows_N)
-        return self.norm(x_TD)
+        read[len(self.layers)] = x_TD
+        return self.beside(self.norm(x_TD), read)
 
     def _texts(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         """Without the projections that some checkpoints hold for layers that share K and V."""

@@ -27,7 +27,6 @@ class MTPModel(LanguageModel):
         self, config: Mapping[str, Any], context: ModelContext, schema: type[Qwen3_5Config], layer: MakeLayer
     ) -> None:
         super().__init__(config, context, schema, layer)
-        self.draft_head: MTPHead | None = None
         if context.draft_head:
             self.left_out = tuple(tower for tower in self.left_out if tower != PREFIX)
             self.draft_head = MTPHead(self, layer)

@@ -1,4 +1,4 @@
-"""Proposers of draft tokens: n-grams of the text itself, a second, smaller model, and the model's own draft head."""
+"""Proposers of draft tokens: n-grams of the text itself, a second, smaller model, and draft heads of the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from infer import hookimpl
 from infer.contracts.proposer import ProposerFactory, ProposerRegistration
 from infer.contracts.registration import Registration
 from infer_speculation.draft import DraftProposer, DraftSettings
-from infer_speculation.mtp import MTPProposer
+from infer_speculation.heads import EagleSettings, HeadProposer
 from infer_speculation.ngram import NgramProposer, NgramSettings
 
 INFER_PLUGIN_API = 2
@@ -25,5 +25,12 @@ def infer_proposers() -> Sequence[Registration[ProposerFactory]]:
             priority=10,
         ),
         Registration("draft", DraftProposer, "a second, smaller model", DraftSettings),
-        ProposerRegistration("mtp", MTPProposer, "the model's own head for multi-token prediction", draft_head=True),
+        ProposerRegistration("mtp", HeadProposer, "the model's own head for multi-token prediction", draft_head=True),
+        ProposerRegistration(
+            "eagle3",
+            HeadProposer,
+            "an EAGLE-3 head, in a checkpoint of its own",
+            EagleSettings,
+            head_path=EagleSettings.head_path,
+        ),
     ]

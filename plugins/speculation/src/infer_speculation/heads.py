@@ -1,6 +1,6 @@
-"""Drafts from the model's own head for multi-token prediction. It guesses from the hidden states that the model's
-passes compute anyway, so that a draft costs one layer and the output head. Shapes: T tokens, D hidden size, N sequences
-that are asked about."""
+"""Drafts from a head of the model: for multi-token prediction (MTP), or EAGLE-3. It guesses from the hidden states
+that the model's passes compute anyway, so that a draft costs one layer and the output head. Shapes: T tokens, D size of
+what the head reads, N sequences that are asked about."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from infer.contracts.cache import TruncatingPool
-from infer.contracts.model import Pass
+from infer.contracts.model import LayerReadingHead, Pass
 from infer.contracts.proposer import Computed, DraftRequest, ProposerContext
-from infer.contracts.registration import NoSettings
 from infer.device import download, mark, upload
 from infer.engine.batch import Ints, ints
 from infer.engine.sampler import Drawing
@@ -56,23 +56,39 @@ class _Span(NamedTuple):
     """unless p is below this one: it has been kept then."""
 
 
-class MTPProposer:
+class EagleSettings(BaseModel, extra="forbid"):
+    path: str | None = Field(
+        None, description="the draft head's checkpoint, as model.path; it has to be made for the model that is served"
+    )
+
+    def head_path(self) -> str:
+        """Raises SettingsError if there is none."""
+        if self.path is None:
+            raise SettingsError(
+                'engine.speculation is "eagle3", but engine.eagle3.path names no draft head; name one that was made for '
+                "the model, or choose ngram."
+            )
+        return self.path
+
+
+class HeadProposer:
     """A ReadingProposer. It reads prompts as soon as the model has computed them, and decoded tokens when it is asked
     for drafts. What it missed, because the cache held it already or because nobody has asked for long, it does not
     attend to. Grammars, penalties and biases do not reach it."""
 
-    def __init__(self, context: ProposerContext, settings: NoSettings) -> None:
-        own = context.own_head
+    def __init__(self, context: ProposerContext, settings: BaseModel) -> None:
+        own, asked = context.own_head, f'engine.speculation is "{context.engine.speculation}"'
         if own is None:
-            raise SettingsError('engine.speculation is "mtp", but there is no model with a draft head.')
+            raise SettingsError(f"{asked}, but there is no model with a draft head.")
         pool = own.pool
         if not isinstance(pool, TruncatingPool):
             raise SettingsError(
-                f'engine.speculation is "mtp", but {type(pool).__name__} cannot take positions back (truncate); choose '
-                "another cache.backend."
+                f"{asked}, but {type(pool).__name__} cannot take positions back (truncate); choose another "
+                "cache.backend."
             )
         engine, self._device = context.engine, context.device
         self._head, self._pool, self._truncate = own.head, own.pool, pool.truncate
+        self._joined = own.head.joined if isinstance(own.head, LayerReadingHead) else None
         self._kernels, self._drawing = context.kernels, Drawing(context.device)
         self._last_token = context.vocab_size - 1
         shape = engine.max_batch_size * KEPT, own.head.hidden_size
@@ -83,6 +99,7 @@ class MTPProposer:
 
     @torch.inference_mode()
     def read(self, computed: Seq[Computed], hidden_TD: Tensor) -> None:
+        hidden_TD = hidden_TD[:, -self._head.hidden_size :]
         row, spans, rows, places = 0, list[_Span](), list[int](), list[int]()
         for each in computed:
             first, row, end = row, row + each.length, each.start + each.length
@@ -197,4 +214,4 @@ class MTPProposer:
                 input_TD.index_copy_(0, at, self._kept.index_select(0, upload(places[kept], self._device)))
         view = self._pool.batched_chunked_prefill_view(slots, [self._pool.length(slot) for slot in slots], lens)
         given = upload(token_ids, self._device), upload(positions, self._device), view, upload(rows_N, self._device)
-        return self._head.forward(Pass(*given, input_TD))
+        return self._head.forward(Pass(*given, input_TD if self._joined is None else self._joined(input_TD)))
