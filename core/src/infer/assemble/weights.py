@@ -118,8 +118,8 @@ class Weights:
             if context.drafts_for is not None and not isinstance(model, LayerReadingHead):
                 kinds = ", ".join(self.checkpoint.architectures)
                 raise SettingsError(
-                    f"{self.checkpoint.path} is no draft head, but a model ({kinds}); give the checkpoint of a head, or "
-                    "choose draft as engine.speculation."
+                    f"{self.checkpoint.path} is no draft head, but a model ({kinds}); give the checkpoint of a head, "
+                    "or choose draft as engine.speculation."
                 )
             if context.draft_head and not self._has_head(model):
                 raise SettingsError(

@@ -48,12 +48,12 @@ class Attention:
     the cache, and the output projection.
 
     ``layer`` is the layer's index, and ``size`` the hidden size; x may have another, ``in_size``. ``biases`` says which
-    projections have a bias, by letters of "qkvo". ``qkv`` are the checkpoint's names of q, k and v within ``name``, or the single name of the
-    tensor that holds all three, stacked by rows; ``out`` is that of the output projection. q and K have RMS norms if
-    ``qk_norm_eps`` is given: with ``qk_norm_whole``, one norm spans all heads of q, and another those of K; otherwise
-    each head is normalized by itself, and all of them by one weight. With ``interleaved``, a head's
-    neighbors are rotated against each other; otherwise its halves. If the spec has sinks, the
-    checkpoint's tensor ``sinks`` fills them. V's heads have an RMS norm without a weight if ``v_norm_eps`` is given.
+    projections have a bias, by letters of "qkvo". ``qkv`` are the checkpoint's names of q, k and v within ``name``, or
+    the single name of the tensor that holds all three, stacked by rows; ``out`` is that of the output projection. q and
+    K have RMS norms if ``qk_norm_eps`` is given: with ``qk_norm_whole``, one norm spans all heads of q, and another
+    those of K; otherwise each head is normalized by itself, and all of them by one weight. With ``interleaved``, a
+    head's neighbors are rotated against each other; otherwise its halves. If the spec has sinks, the checkpoint's
+    tensor ``sinks`` fills them. V's heads have an RMS norm without a weight if ``v_norm_eps`` is given.
 
     If ``qkv`` names q and k only, V is what K is before its norm. If ``shared``, ``qkv`` and ``qk_norms`` name q only,
     ``layer`` is the layer whose K and V are read, and x has the wanted rows only.

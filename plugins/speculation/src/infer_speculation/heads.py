@@ -65,8 +65,8 @@ class EagleSettings(BaseModel, extra="forbid"):
         """Raises SettingsError if there is none."""
         if self.path is None:
             raise SettingsError(
-                'engine.speculation is "eagle3", but engine.eagle3.path names no draft head; name one that was made for '
-                "the model, or choose ngram."
+                'engine.speculation is "eagle3", but engine.eagle3.path names no draft head; name one that was made '
+                "for the model, or choose ngram."
             )
         return self.path
 

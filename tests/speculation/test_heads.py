@@ -1,5 +1,5 @@
-"""Drafts of the model's own head: what it proposes whatever has happened to a sequence, and that answers stay the
-same."""
+"""Drafts of a model's head, its own or an EAGLE-3 head: what it proposes whatever has happened to a sequence, and that
+answers stay the same."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.core.engine.test_speculation import EOS, answers, some_request
 from tests.core.engine.test_speculation import ascii as characters
 from tests.examples import seeds, slowly
 from tests.support import (
+    COMMON,
     CONFIGS,
     CPU,
     MAX_SEQ_LEN,
@@ -29,11 +30,14 @@ from tests.support import (
     make_engine,
     paged_pool,
     random_prompt,
+    random_tensors,
     slotted_pool,
 )
 from torch import Tensor
 
-from infer.contracts.model import DraftHead, DraftingModel, ModelProtocol, Pass
+from infer.assemble.blueprint import attach
+from infer.contracts.kernels import KernelsProtocol
+from infer.contracts.model import DraftHead, DraftingModel, LayerReadingHead, ModelContext, ModelProtocol, Pass
 from infer.contracts.params import SamplingParams
 from infer.contracts.proposer import Computed, DraftRequest, OwnHead, ProposerContext, SecondModel
 from infer.contracts.registration import NoSettings
@@ -43,28 +47,59 @@ from infer.engine.graphs import DecodeGraphs
 from infer.engine.payoff import Plan
 from infer.engine.sampler import Drawing
 from infer_cache_slotted import SlottedPool
-from infer_speculation import mtp
-from infer_speculation.mtp import MTPProposer
+from infer_layers import Decoder
+from infer_models.eagle3 import Eagle3Head
+from infer_speculation import heads
+from infer_speculation.heads import HeadProposer
 
 F32, BF16 = torch.float32, torch.bfloat16
 FAMILIES = ("qwen3_5", "qwen3_next", "qwen3_5 int8", "qwen3_next int4")
+EAGLE = {
+    "llama eagle3": {},
+    "qwen3 eagle3": {"norm_output": True, "norm_before_fc": True},
+    "qwen3 int4 eagle3": {},
+    "gemma4 eagle3": {"fc_norm": True},
+    "lfm2 eagle3": {"norm_before_residual": True},
+}
+"""Of EAGLE-3 heads, fields of their config.json."""
 
 
 @functools.cache
 def drafting(family: str, dtype: torch.dtype = F32) -> tuple[ModelProtocol, DraftHead]:
     """A tiny model with a draft head."""
-    family, _, quantization = family.partition(" ")
-    model = build_model(CONFIGS[family], dtype, TensorsOnly(), quantization or None, draft_head=True)
+    name, *more = family.split()
+    quantization = next((each for each in more if each != "eagle3"), None)
+    kernels, other = TensorsOnly(), "eagle3" in more
+    model = build_model(CONFIGS[name], dtype, kernels, quantization, draft_head=not other)
+    if other:
+        attach(model, eagle(model, dtype, kernels, EAGLE[family]))
     assert isinstance(model, DraftingModel)
     assert model.draft_head is not None
     return model, model.draft_head
+
+
+def eagle(model: ModelProtocol, dtype: torch.dtype, kernels: KernelsProtocol, fields: Mapping[str, Any]) -> Eagle3Head:
+    """A tiny head, which drafts every other token, and reads the embeddings and what enters two later layers."""
+    assert isinstance(model, Decoder)
+    config = COMMON | {
+        "hidden_size": model.hidden_size,
+        "vocab_size": model.vocab_size,
+        "num_hidden_layers": 1,
+        "draft_vocab_size": model.vocab_size // 2,
+        "eagle_aux_hidden_state_layer_ids": [0, len(model.layers) - 1, len(model.layers)],
+        **fields,
+    }
+    head = Eagle3Head(config, ModelContext(kernels, dtype, CPU, MAX_SEQ_LEN, drafts_for=model))
+    tensors = dict(random_tensors(head.expected())) | {"d2t": torch.arange(model.vocab_size // 2)}
+    head.load(tensors.items())
+    return head
 
 
 def no_second(path: str) -> SecondModel:
     raise AssertionError("mtp loads no second model")
 
 
-class Watched(MTPProposer):
+class Watched(HeadProposer):
     """Notes from which position on it has read each request, and what it has proposed."""
 
     def __init__(self, head: DraftHead, pool: Any, batch: int, dtype: torch.dtype) -> None:
@@ -110,7 +145,9 @@ def alone(
     model, head = drafting(family, dtype)
     own = slotted_pool(head, dtype, 1)  # type: ignore[arg-type]
     assert own.allocate(text)
-    hidden = hidden_states(model, text, dtype)[[*seen]]
+    hidden = hidden_states(model, text, dtype)[[*seen], -head.hidden_size :]
+    if isinstance(head, LayerReadingHead):
+        hidden = head.joined(hidden)
     view = own.batched_chunked_prefill_view([0], [0], [len(seen)])
     following = torch.tensor([text[position + 1] for position in seen])
     hidden = head.forward(Pass(following, torch.tensor([*seen]), view, None, hidden))[-1:]
@@ -125,11 +162,11 @@ def alone(
         hidden = head.forward(Pass(token, position, own.decode_view([0]), None, hidden))
 
 
-def mix(seed: int) -> None:
+def mix(seed: int, families: Sequence[str]) -> None:
     """Chunks, company, preemption, prefix hits, wrong drafts, recorded passes: answers are as without drafts, and
     drafts are those of a head that sees the whole text from where it was first computed."""
     draw = random.Random(seed)
-    family, dtype = draw.choice(FAMILIES), draw.choice([F32, BF16])
+    family, dtype = draw.choice(families), draw.choice([F32, BF16])
     model, head = drafting(family, dtype)
     batch = draw.randint(1, 5)
     requests = [some_request(draw, str(i)) for i in range(draw.randint(1, 6))]
@@ -173,7 +210,38 @@ def mix(seed: int) -> None:
 @pytest.mark.draws
 @pytest.mark.parametrize("seed", [*seeds(3), *slowly(*seeds(36)[3:])])
 def test_any_mix_of_requests_has_the_same_events_and_the_drafts_of_the_whole_text(seed: int) -> None:
-    mix(seed)
+    mix(seed, FAMILIES)
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("seed", [*seeds(4), *slowly(*seeds(40)[4:])])
+def test_any_mix_of_requests_has_the_same_events_with_a_head_that_reads_layers(seed: int) -> None:
+    mix(seed, [*EAGLE])
+
+
+@pytest.mark.parametrize("family", ["llama eagle3", "gemma4 eagle3", "lfm2 eagle3"])
+def test_a_head_changes_nothing_of_the_model(family: str) -> None:
+    """Hidden states and logits are, bit for bit, those of the model without it."""
+    (model, head), text = drafting(family, BF16), random_prompt(40)
+    plain = build_model(CONFIGS[family.split()[0]], BF16, TensorsOnly())
+    hidden, expected = hidden_states(model, text, BF16), hidden_states(plain, text, BF16)
+    assert hidden.shape == (len(text) - 1, expected.shape[1] + head.hidden_size)
+    assert torch.equal(hidden[:, : expected.shape[1]], expected)
+    assert torch.equal(model.logits(hidden), plain.logits(expected))
+
+
+def test_embeddings_are_hidden_states_of_the_model_alone() -> None:
+    """Though what the head reads stands beside them."""
+    model, plain = drafting("llama eagle3")[0], build_model(CONFIGS["llama"], F32, TensorsOnly())
+    found = []
+    for each in (model, plain):
+        stepper = make_engine(each, F32, proposer=watched("llama eagle3") if each is model else None, max_batch_size=2)
+        params = SamplingParams(max_tokens=1)
+        stepper.engine.submit(Request(tuple(random_prompt(9)), params, id="a", pooling="last"))
+        stepper.run()
+        found.append(stepper.events["a"][0].embedding)
+    assert found[0] is not None
+    assert found[0] == found[1]
 
 
 def watched(family: str = "qwen3_5", batch: int = 2, backend: str = "slotted") -> Watched:
@@ -214,7 +282,7 @@ def test_hidden_states_that_nobody_has_asked_about_for_long_are_missed(
     plans: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head then attends to the prompt, and to the last tokens."""
-    monkeypatch.setattr(mtp, "KEPT", 10)
+    monkeypatch.setattr(heads, "KEPT", 10)
     model, _ = drafting("qwen3_5")
     proposer, prompt = watched(), random_prompt(20)
     stepper = make_engine(model, F32, proposer=proposer, payoff=Sleeping(plans), max_batch_size=2)
