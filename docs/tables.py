@@ -219,8 +219,9 @@ def compared() -> str:
     from tests.formats import test_readers as readers
     from tests.formats.gguf import test_models as files
     from tests.models import test_against_transformers as reference
+    from tests.models import test_eagle3 as eagle
     from tests.models import test_mtp as heads
-    from tests.speculation import test_mtp as drafts
+    from tests.speculation import test_heads as drafts
 
     def count(cases: Iterable[str], known: Mapping[str, Mapping[str, Any]]) -> Counter[str]:
         return Counter(known[case]["family"].removesuffix("_vision") for case in cases)
@@ -231,14 +232,26 @@ def compared() -> str:
     logits, long = (count(cases, reference.CASES) for cases in (reference.COMPARED, reference.LONG))
     gguf = count(files.CASES, files.CASES)
     methods = {*readers.COMPARED, ("mxfp4", reference.MXFP4)}
-    drawn = {family.partition(" ")[0] for family in drafts.FAMILIES}
+    tried = {
+        kind: ({*plain}, {family.partition(" ")[0] for family in mixed})
+        for kind, plain, mixed in (
+            ("MTP", heads.FAMILIES, drafts.FAMILIES),
+            ("EAGLE-3", (family for family, *_ in eagle.HEADS_OF.values()), drafts.EAGLE),
+        )
+    }
     body = []
     for offer in plugins().offers["model"]:
         name = offer.name
         if name in ELSEWHERE:
             body.append([f"`{name}`", ELSEWHERE[name], *["–"] * 5])
             continue
-        head = ["plain torch"] * (name in heads.FAMILIES) + ["in mixes"] * (name in drawn)
+        if name == "eagle3":  # these are heads of the others
+            continue
+        head = [
+            f"{kind}: {' and '.join(found)}"
+            for kind, (plain, mixed) in tried.items()
+            if (found := ["plain torch"] * (name in plain) + ["mixes"] * (name in mixed))
+        ]
         body.append(
             [
                 f"`{name}`",
@@ -247,7 +260,7 @@ def compared() -> str:
                 ", ".join(f"`{method}`" for method, family in sorted(methods) if family == name) or "–",
                 shown(gguf, name),
                 "yes" if name in support.FAMILIES else "–",
-                ", ".join(head) or "–",
+                "; ".join(head) or "–",
             ]
         )
     head = ["family", "transformers", "64 tokens", "quantized", "GGUF", "exactness", "draft head"]

@@ -122,7 +122,7 @@ MORE_FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
         "about": ("None", "'a\\nb'"),
     },
     "SchedulerRegistration": {"chunks": ("None", "1", "'no'")},
-    "ProposerRegistration": {"draft_head": ("None", "1", "'no'")},
+    "ProposerRegistration": {"draft_head": ("None", "1", "'no'"), "head_path": ("1", "'no'", "[print]")},
     "ToolFormatRegistration": {"marks": ("'[CALL]'", "[1]", "None", "('a', b'b')")},
     "CommandRegistration": {
         "add_arguments": (

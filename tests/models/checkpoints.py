@@ -469,6 +469,94 @@ def with_head(folder: Path, family: Family, *, seed: int = 3, **config: Any) -> 
     return folder
 
 
+def write_eagle(
+    folder: Path,
+    *,
+    size: int = 48,
+    reads: int = 3,
+    target: int = 48,
+    drafted: int | None = 64,
+    kv_heads: int = 2,
+    seed: int = 5,
+    **config: Any,
+) -> Path:
+    """A tiny EAGLE-3 head of ``size`` for a model of hidden size ``target``, of which it reads ``reads`` hidden states,
+    as EAGLE's authors write it. It drafts ``drafted`` tokens at random places; all if that is None. Further arguments
+    are fields of its config."""
+    generator = torch.Generator().manual_seed(seed)
+    fields: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": size,
+        "intermediate_size": 80,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "draft_vocab_size": drafted,
+        **({} if size == target else {"target_hidden_size": target}),
+        **config,
+    }
+    q, k = size, size // HEADS * kv_heads
+    layer = {"self_attn.q_proj": (q, 2 * size), "self_attn.k_proj": (k, 2 * size), "self_attn.v_proj": (k, 2 * size)}
+    layer |= {"self_attn.o_proj": (size, q), "mlp.gate_proj": (80, size), "mlp.up_proj": (80, size)}
+    layer |= {"mlp.down_proj": (size, 80), "input_layernorm": (size,), "hidden_norm": (size,)}
+    layer |= {"post_attention_layernorm": (size,)}
+    shapes = {f"midlayer.{name}.weight": shape for name, shape in layer.items()}
+    shapes |= {"fc.weight": (size, reads * target), "norm.weight": (size,), "lm_head.weight": (drafted or VOCAB, size)}
+    if fields.get("attention_bias"):
+        for part, rows in (("q", q), ("k", k), ("v", k), ("o", size)):
+            shapes[f"midlayer.self_attn.{part}_proj.bias"] = (rows,)
+    if fields.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (reads * target,)
+    if fields.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (target,) for i in range(reads)}
+    if size != target or fields.get("embed_requires_grad"):
+        shapes["embed_tokens.weight"] = (VOCAB, size)
+    tensors = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        tensors[name] = 1 + 0.3 * noise if "norm" in name else noise * (1.2 / shape[-1] ** 0.5)
+    if drafted is not None:
+        chosen = torch.randperm(VOCAB, generator=generator)[:drafted].sort().values
+        tensors["d2t"] = chosen - torch.arange(drafted)
+        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, chosen, True)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def as_speculators(folder: Path) -> Path:
+    """Rewrite a head of ``write_eagle`` to what speculators write, which have an embedding in any case."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    own = {"draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "norm_output"}
+    own |= {"eagle_aux_hidden_state_layer_ids", "embed_requires_grad", "fc_norm"}
+    whole = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "somewhere"}},
+        "transformer_layer_config": {key: value for key, value in config.items() if key not in own},
+        "dtype": "float32",
+        **{key: config.get(key) for key in own},
+        "norm_before_residual": config.get("norm_before_residual", False),
+    }
+    file.write_text(json.dumps(whole))
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("midlayer.")]:
+            tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)
+        tensors.setdefault("embed_tokens.weight", torch.full((VOCAB, config["hidden_size"]), torch.nan))
+
+    edit_tensors(folder, change)
+    return folder
+
+
 def stacked(tensors: dict[str, torch.Tensor]) -> None:
     """The experts as transformers 5 has them in memory."""
     for name in [name for name in tensors if ".experts.0." in name]:

@@ -20,7 +20,7 @@ from tests.formats import writers
 from tests.formats.gguf.files import write_gguf
 from tests.formats.writers import compressed, compressed_config, linear, scheme
 from tests.hub import serving
-from tests.models.checkpoints import with_head, write_checkpoint
+from tests.models.checkpoints import with_head, write_checkpoint, write_eagle
 from tests.models_transformers.checkpoints import write as by_transformers
 from tests.support import held, without
 from torch import Tensor
@@ -92,6 +92,14 @@ CASES: dict[str, tuple[Write, dict[str, Any]]] = {
         lambda folder: with_head(folder / "c", "qwen3_5_moe"),
         {"engine": {"speculation": "mtp"}, "model": {"quantization": "int8"}},
     ),
+    "EAGLE-3 head": (
+        lambda folder: write_eagle(folder / "head") and write_checkpoint(folder / "c", "qwen3"),
+        {
+            "engine": {"speculation": "eagle3", "eagle3": {"path": "head"}},
+            "model": {"quantization": "int8"},
+            "cache": {"backend": "slotted"},
+        },
+    ),
     "states, slotted": (plain("lfm2"), {"cache": {"backend": "slotted"}, "engine": {"max_batch_size": 3}}),
 }
 FAST = (
@@ -105,6 +113,7 @@ FAST = (
     "reference",
     "states",
     "draft head",
+    "EAGLE-3 head",
 )
 
 
@@ -122,7 +131,8 @@ def examined(path: Path | str, *, plugins: Plugins = PLUGINS, **sections: Any) -
 def test_what_it_says_is_what_is_held_after_loading(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte: the model's tensors, and the pool's."""
     write, sections = CASES[case]
-    free = 24_000_000_000
+    free, drafts = 24_000_000_000, case.endswith(" head")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("infer.device.free_memory", lambda device: free)
     report, settings = examined(write(tmp_path), **sections)
     assert not report.problems
@@ -140,8 +150,8 @@ def test_what_it_says_is_what_is_held_after_loading(case: str, tmp_path: Path, m
         assert cache["state_bytes"] == held(states)
         assert cache["positions"] == served.cache_tokens
         assert sequences["max_seq_len"] == served.max_seq_len
-        assert ("draft head" in report.data) == (case == "draft head")
-        if case == "draft head":
+        assert ("draft head" in report.data) == drafts
+        if drafts:
             own = loaded._speculation._proposer._pool
             assert report.data["draft head"]["bytes"] == held([own.storage.k, own.storage.v])
             assert report.data["draft head"]["positions"] == own.free_tokens() == served.cache_tokens
