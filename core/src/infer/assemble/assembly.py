@@ -111,6 +111,8 @@ class Assembly(Blueprint):
 
     @cached_property
     def model(self) -> ModelProtocol:
+        if self.wants_head and not self._wants_own_head:
+            self.sketch(self.context)  # a head that does not fit is refused before any weights are loaded
         model = self.weights.load(self.context, self.kept_weights)
         if (other := self._head(model, self.context, self.settings)) is not None:
             attach(model, other.model)

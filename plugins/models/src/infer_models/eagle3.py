@@ -170,8 +170,9 @@ class Eagle3Head:
         self._drafted = drafted
         self._tokens_W: Tensor | None = None
         """The token of each row of the output head; None for the rows' own indices."""
-        entering = ", ".join(map(str, self.layers))
-        log.info("the draft head reads what enters layers %s of the model's %d", entering, len(model.layers))
+        if context.device.type != "meta":
+            entering = ", ".join(map(str, self.layers))
+            log.info("the draft head reads what enters layers %s of the model's %d", entering, len(model.layers))
 
     def joined(self, hidden_TD: Tensor) -> Tensor:
         if self._whole_norm is not None:
