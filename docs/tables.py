@@ -217,6 +217,7 @@ def compared() -> str:
     # Imported here, since they import transformers, which takes seconds.
     from tests import support
     from tests.formats import test_readers as readers
+    from tests.formats.gguf import test_drafts as behind
     from tests.formats.gguf import test_models as files
     from tests.models import test_against_transformers as reference
     from tests.models import test_eagle3 as eagle
@@ -232,12 +233,10 @@ def compared() -> str:
     logits, long = (count(cases, reference.CASES) for cases in (reference.COMPARED, reference.LONG))
     gguf = count(files.CASES, files.CASES)
     methods = {*readers.COMPARED, ("mxfp4", reference.MXFP4)}
+    mixed, read = ({family.partition(" ")[0] for family in each} for each in (drafts.FAMILIES, drafts.EAGLE))
     tried = {
-        kind: ({*plain}, {family.partition(" ")[0] for family in mixed})
-        for kind, plain, mixed in (
-            ("MTP", heads.FAMILIES, drafts.FAMILIES),
-            ("EAGLE-3", (family for family, *_ in eagle.HEADS_OF.values()), drafts.EAGLE),
-        )
+        "MTP": {"plain torch": {*heads.FAMILIES}, "mixes": mixed, "GGUF": {*behind.FAMILIES}},
+        "EAGLE-3": {"plain torch": {family for family, *_ in eagle.HEADS_OF.values()}, "mixes": read},
     }
     body = []
     for offer in plugins().offers["model"]:
@@ -248,9 +247,9 @@ def compared() -> str:
         if name == "eagle3":  # these are heads of the others
             continue
         head = [
-            f"{kind}: {' and '.join(found)}"
-            for kind, (plain, mixed) in tried.items()
-            if (found := ["plain torch"] * (name in plain) + ["mixes"] * (name in mixed))
+            f"{kind}: {', '.join(found)}"
+            for kind, ways in tried.items()
+            if (found := [way for way, families in ways.items() if name in families])
         ]
         body.append(
             [

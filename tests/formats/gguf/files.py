@@ -51,6 +51,14 @@ LFM2 = (gguf.MODEL_ARCH.LFM2, gguf.MODEL_ARCH.LFM2MOE)
 MAMBA = (gguf.MODEL_ARCH.GRANITE_HYBRID, gguf.MODEL_ARCH.NEMOTRON_H, gguf.MODEL_ARCH.FALCON_H1)
 DELTA = (gguf.MODEL_ARCH.QWEN35, gguf.MODEL_ARCH.QWEN35MOE, gguf.MODEL_ARCH.QWEN3NEXT)
 UNIT_OFFSET = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3, *DELTA)
+NORMS = ("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
+DRAFTING = {
+    "mtp.fc.weight": gguf.MODEL_TENSOR.NEXTN_EH_PROJ,
+    "mtp.pre_fc_norm_embedding.weight": gguf.MODEL_TENSOR.NEXTN_ENORM,
+    "mtp.pre_fc_norm_hidden.weight": gguf.MODEL_TENSOR.NEXTN_HNORM,
+    "mtp.norm.weight": gguf.MODEL_TENSOR.NEXTN_SHARED_HEAD_NORM,
+}
+"""What a draft head has beside its layer, which the converter makes the last one."""
 TYPE: Any = gguf.GGMLQuantizationType
 Quantize = Callable[[Tensor, str], np.ndarray]
 
@@ -70,9 +78,11 @@ def write_gguf(
     edit: Callable[[gguf.GGUFWriter, dict[str, Any]], None] = lambda writer, config: None,
     tokenizer: Callable[[gguf.GGUFWriter, Path], None] | None = None,
     part: int = 0,
+    fused: bool = False,
 ) -> dict[str, Tensor]:
     """Matrices get the ``type``, all others are F32. Returns the weights that the file holds, by the hub's
-    names; ``edit`` may add to the file before it is written. A ``part`` has so many tensors at most."""
+    names; ``edit`` may add to the file before it is written. A ``part`` has so many tensors at most. If ``fused``,
+    experts' gates and ups are one tensor, as the converter's ``--fuse-gate-up-exps`` has them."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
     if arch == gguf.MODEL_ARCH.GRANITE_HYBRID and set(config["layer_types"]) == {"full_attention"}:
@@ -80,20 +90,19 @@ def write_gguf(
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=part)
     config = known_as(config)
     config["head_dim"] = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
-    write_config(writer, arch, config)
+    tensors = load_file(folder / "model.safetensors")
+    layers, drafting = config["num_hidden_layers"], int(any(name.startswith("mtp.") for name in tensors))
+    write_config(writer, arch, config, drafting)
     (tokenizer or byte_level)(writer, folder)
     edit(writer, config)
-    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(arch, layers + drafting)
     held: dict[str, Tensor] = {}
-    for name, given in mixed(load_file(folder / "model.safetensors"), config).items():
+    for name, given in mixed(tensors, config, fused).items():
         dim, order = reordered(arch, name, given, config)
-        offset = arch in UNIT_OFFSET and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+        offset = arch in UNIT_OFFSET and name.endswith(NORMS) and not name.endswith("linear_attn.norm.weight")
         stored = given.float() + 1 if offset else given.index_select(dim, order)
         stored = recurrent(arch, name, stored, config)
-        alias = name.replace("dt_bias", "dt_proj.bias").replace("expert_bias", "expert_bias.bias")
-        own = name if name.startswith("blk.") else names.get_name(alias, try_suffixes=(".weight", ".bias"))
-        assert own is not None, name
-        own += ".weight" if name.endswith(("sinks", "layer_scalar")) else ""
+        own = own_name(names, name, layers)
         convolves = name.endswith(("conv.conv.weight", "conv1d.weight"))
         kind = type if given.ndim > 1 and not name.endswith(".bias") and not convolves else "F32"
         raw = quantize(stored, kind)
@@ -102,7 +111,7 @@ def write_gguf(
             back = back.neg().log()
         back = back.reshape(given.shape)
         back = back - 1 if offset else back.index_select(dim, order.argsort())
-        if ".experts." in name:
+        if ".experts." in name and not name.endswith("_proj"):
             held |= {name.replace("experts.", f"experts.{index}."): each for index, each in enumerate(back)}
         else:
             held[name] = back
@@ -112,6 +121,24 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return held
+
+
+def own_name(names: gguf.TensorNameMap, name: str, layers: int) -> str:
+    """A tensor's name in the file."""
+    if name.startswith("blk."):
+        return name
+    for scale, place in {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}.items():
+        if name.endswith(scale):
+            return f"blk.{name.split('.')[2]}.{place}.scale"
+    if name in DRAFTING:
+        return gguf.TENSOR_NAMES[DRAFTING[name]].format(bid=layers) + ".weight"
+    name = name.replace("mtp.layers.0", f"model.layers.{layers}")
+    if ".experts.gate_up_proj." in name:
+        return f"blk.{name.split('.')[2]}.ffn_gate_up_exps.{name.rpartition('.')[2]}"
+    alias = name.replace("dt_bias", "dt_proj.bias").replace("expert_bias", "expert_bias.bias")
+    own = names.get_name(alias, try_suffixes=(".weight", ".bias"))
+    assert own is not None, name
+    return own + (".weight" if name.endswith(("sinks", "layer_scalar", "_proj")) else "")
 
 
 def known_as(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,8 +204,8 @@ def falcon_factors(name: str, tensor: Tensor, config: Mapping[str, Any]) -> Any:
     return factors.get(name.removesuffix(".weight").split(".")[-1])
 
 
-def mixed(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Experts stacked as the package names them, gate and up apart."""
+def mixed(tensors: dict[str, Tensor], config: Mapping[str, Any], fused: bool) -> dict[str, Tensor]:
+    """Experts stacked as the package names them, gate and up apart unless they are ``fused`` or Gemma 4's."""
     made: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
@@ -206,19 +233,25 @@ def mixed(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Te
             made |= dict(zip(map(place.format, ("gate", "up")), tensor.chunk(2, 1), strict=True))
         elif name.endswith(".experts.down_proj") and "linear_num_key_heads" in config:
             made[f"{name}.weight"] = tensor
-        elif match := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj(_bias)?", name):
+        elif match := re.fullmatch(r"(.*\.mlp\.experts\.)(gate_up|down)_proj(_bias)?", name):
             kind, values = "bias" if match[3] else "weight", tensor if match[3] else tensor.mT
             halves = {"down": values} if match[2] == "down" else {"gate": values[:, ::2], "up": values[:, 1::2]}
             made |= {f"{match[1]}{part}_proj.{kind}": half.contiguous() for part, half in halves.items()}
         else:
             made[name] = tensor
+    for gate in [name for name in made if fused and ".experts.gate_proj." in name]:
+        place, kind = gate.split(".experts.gate_proj.")
+        rows = torch.cat((made.pop(gate), made.pop(f"{place}.experts.up_proj.{kind}")), dim=1)
+        made[f"{place}.experts.gate_up_proj.{kind}"] = rows
     return {name: tensor.contiguous() for name, tensor in made.items()}
 
 
-def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping[str, Any]) -> None:
+def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping[str, Any], drafting: int) -> None:
+    if drafting:
+        writer.add_nextn_predict_layers(drafting)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(config["num_hidden_layers"] + drafting)
     kinds = config.get("layers_block_type") or config.get("layer_types") or []
     width, kv_heads = config["intermediate_size"], config["num_key_value_heads"]
     hybrid = "full_attention" in kinds and arch in (*LFM2, *GRANITES, gguf.MODEL_ARCH.NEMOTRON_H)
@@ -245,7 +278,7 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
     writer.add_rope_freq_base(rope["rope_theta"])
     if experts := config.get("num_experts") or config.get("num_local_experts"):
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_used_count(config.get("top_k_experts") or config["num_experts_per_tok"])
     if arch in LFM2:
         writer.add_shortconv_l_cache(config["conv_L_cache"])
     if arch == gguf.MODEL_ARCH.LFM2MOE:
@@ -273,7 +306,7 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
     if "position_embedding_type" in config:
         writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
         writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
-    if arch in (gguf.MODEL_ARCH.QWEN3MOE, gguf.MODEL_ARCH.LFM2MOE):
+    if arch in (gguf.MODEL_ARCH.QWEN3MOE, gguf.MODEL_ARCH.LFM2MOE) or config.get("enable_moe_block"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if arch == gguf.MODEL_ARCH.GPT_OSS:
         writer.add_sliding_window(config["sliding_window"])

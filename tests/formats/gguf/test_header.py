@@ -165,6 +165,13 @@ def mixed_up(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_tensor("blk.0.ffn_gate_exps.weight", torch.ones(3, 72, 48).numpy())
 
 
+def odd(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """A tensor of gates and ups that cannot have as many of both."""
+    writer.add_expert_count(2)
+    writer.add_expert_used_count(1)
+    writer.add_tensor("blk.0.ffn_gate_up_exps.weight", torch.ones(2, 71, 48).numpy())
+
+
 WRONG: dict[str, tuple[Edit, str]] = {
     "architecture": (
         edited("general.architecture", "mamba"),
@@ -203,6 +210,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "experts": (edited("llama.expert_count", 5000), "expert_count is 5000; it has to be at most 4096 for llama"),
     "shares": (edited("llama.expert_count", 8), "does not say llama.expert_used_count"),
     "stacks": (mixed_up, "'blk.0.ffn_gate_exps.weight' has shape .*, but there are 2 experts"),
+    "halves": (odd, "'blk.0.ffn_gate_up_exps.weight' has shape .*; its rows have to be as many gates as ups"),
     "split": (edited("split.count", 3), "is one of 3 parts of a checkpoint; .* ends in -00001-of-00003.gguf"),
     "scaling": (
         edited("llama.rope.scaling.type", "su"),

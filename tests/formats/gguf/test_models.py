@@ -3,6 +3,9 @@ of the dequantized weights in ``transformers``."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma4-shared": MODELS["gemma4-shared"],
     "gemma4-k-is-v": MODELS["gemma4-k-is-v"],
     "gemma4-inputs": MODELS["gemma4-inputs"] | {"tied": True},
+    "gemma4-experts": MODELS["gemma4-experts"],
     "phi3": {"family": "phi3", "tied": False, "window": 40, "partial_rotary_factor": 0.5},
     "phi3-longrope": {
         "family": "phi3",
@@ -135,7 +139,22 @@ def test_plain_weights_are_those_of_the_folder(case: str, type: str, tmp_path: P
         assert len(against_transformers(file, folder)) > 3, "a constant answer shows little"
 
 
+@pytest.mark.parametrize("case", ["qwen3_moe", *slowly("gpt_oss", "granite_moe", "lfm2_moe")])
+def test_gates_and_ups_of_experts_may_be_one_tensor(case: str, tmp_path: Path) -> None:
+    folder, files = write_checkpoint(tmp_path / "hub", **CASES[case]), [tmp_path / "apart.gguf", tmp_path / "one.gguf"]
+    for fused, file in enumerate(files):
+        write_gguf(folder, file, fused=bool(fused))
+    apart, one = (set(GGUF(file).tensors().names()) for file in files)
+    assert {re.sub(r"blk\.\d+\.", "", name) for name in one - apart} >= {"ffn_gate_up_exps.weight"}
+    logits = [Driver(file, torch.float32).prefill(prompt(), [PROMPT]) for file in files]
+    assert torch.equal(*logits)
+
+
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+WIDE_GEMMA4: dict[str, Any] = {"window": 9, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 64}
+WIDE_GEMMA4 |= {"global_head_dim": 128, "kv_heads": 1, "hidden_size_per_layer_input": 256}
+MIXED_GEMMA4: dict[str, Any] = WIDE_GEMMA4 | {"hidden_size_per_layer_input": 0, "moe_intermediate_size": 256}
+MIXED_GEMMA4 |= {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "attention_k_eq_v": True}
 QUANTIZED: dict[str, tuple[Family, dict[str, Any]]] = {
     **{type: ("llama", {"kv_heads": 2}) for type in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")},
     "Q4_1": ("qwen3_moe", {"moe_intermediate_size": 64, "norm_topk_prob": True}),
@@ -146,7 +165,16 @@ QUANTIZED: dict[str, tuple[Family, dict[str, Any]]] = {
     "Q6_K": ("phi3", {"tied": False}),
     "IQ4_NL": ("olmo2", {}),
     "MXFP4": ("qwen3", {"head_dim": 64}),
+    "F16 gemma4": ("gemma4", WIDE_GEMMA4),
+    "Q8_0 gemma4": ("gemma4", WIDE_GEMMA4),
+    "Q4_K gemma4": ("gemma4", WIDE_GEMMA4),
+    "Q8_0 gemma4-experts": ("gemma4", MIXED_GEMMA4),
+    "Q6_K gemma4-experts": ("gemma4", MIXED_GEMMA4),
 }
+"""By type, and what tells two cases of one type apart."""
+
+
+BY_BLOCKS = ("Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
 
 
 def random_type(values: Tensor, type: str) -> Any:
@@ -155,23 +183,37 @@ def random_type(values: Tensor, type: str) -> Any:
     if type == "F32":
         return quantized(values, type)
     kind = TYPES[NUMBERS[type]]
-    return random_blocks(type, values.shape[0], values.shape[1] // kind.values, 0.02 / kind.values)
+    *rows, width = values.shape
+    made = random_blocks(type, math.prod(rows), width // kind.values, 0.02 / kind.values)
+    return made.reshape(*rows, -1)
 
 
-@pytest.mark.parametrize("type", [*list(QUANTIZED)[::4], *slowly(*(type for i, type in enumerate(QUANTIZED) if i % 4))])
-def test_quantized_weights_are_those_that_the_package_dequantizes(type: str, tmp_path: Path) -> None:
-    family, fields = QUANTIZED[type]
+def apart(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A stack of Gemma 4's experts as its parts; others as they are."""
+    place, _, part = name.partition(".experts.")
+    if part not in ("gate_up_proj", "down_proj"):
+        yield name, tensor
+        return
+    names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+    for index, own in enumerate(tensor):
+        for each, rows in zip(names, own.chunk(len(names)), strict=True):
+            yield f"{place}.experts.{index}.{each}.weight", rows
+
+
+@pytest.mark.parametrize("case", [*list(QUANTIZED)[::4], *slowly(*(case for i, case in enumerate(QUANTIZED) if i % 4))])
+def test_quantized_weights_are_those_that_the_package_dequantizes(case: str, tmp_path: Path) -> None:
+    type, (family, fields) = case.partition(" ")[0], QUANTIZED[case]
     folder = write_checkpoint(tmp_path / "hub", family, **WIDE | fields)
     file = tmp_path / "model.gguf"
-    held = write_gguf(folder, file, type, quantize=quantized if type[0] == "Q" and type[-1] in "01" else random_type)
+    held = write_gguf(folder, file, type, quantize=random_type if type in BY_BLOCKS else quantized)
     if fields.get("tied", True):
         held.pop("lm_head.weight", None)
     save_file({name: tensor.contiguous() for name, tensor in held.items()}, folder / "model.safetensors")
     container = GGUF(file)
     weights = GGUFFormat(container.config(), container.tensors())
-    for name, tensor in held.items():
+    for name, tensor in (each for pair in held.items() for each in apart(*pair)):
         weight = weights.weight(name)
-        assert isinstance(weight, GroupedWeight) == (tensor.ndim == 2)
+        assert isinstance(weight, GroupedWeight) == (tensor.ndim == 2 and type != "F16")
         assert torch.equal(weight.dequantize() if isinstance(weight, GroupedWeight) else weight, tensor)
     logits = [Driver(path, torch.float32).prefill(prompt(), [PROMPT]) for path in (folder, file)]
     assert (logits[0] - logits[1]).abs().max() < TOLERANCE

@@ -63,7 +63,7 @@ class GGUFAdapter:
         return plain
 
     def _hub_path(self, name: str) -> str:
-        if names.expert_name(self._architecture, name) is not None:
+        if names.expert_names(self._architecture, name):
             raise CheckpointError(f"{self._path} changes {name!r}; experts of a mixture cannot be changed by adapters.")
         return names.hub_name(self._architecture, name).removesuffix(".weight")
 

@@ -194,11 +194,14 @@ def _mixture(meta: Metadata, arch: str, experts: int) -> dict[str, Any]:
             raise meta.bad(at(key), f"0: infer reads no shared experts of {arch} from GGUF")
     config: dict[str, Any] = {"num_experts_per_tok": meta.size(at("expert_used_count"))}
     if width := meta.whole(at("expert_feed_forward_length")):
-        apart = arch in ("qwen3moe", "lfm2moe", *DELTA)
+        apart = arch in ("qwen3moe", "lfm2moe", "gemma4", *DELTA)
         config |= {"moe_intermediate_size" if apart else "intermediate_size": width}
     if arch in DELTA:
         shared = meta.size(at("expert_shared_feed_forward_length"))
         return config | {"num_experts": experts, "shared_expert_intermediate_size": shared}
+    if arch == "gemma4":
+        top = config.pop("num_experts_per_tok")
+        return config | {"num_experts": experts, "top_k_experts": top, "enable_moe_block": True}
     if arch in ("qwen3moe", "olmoe"):
         return config | {"num_experts": experts, "norm_topk_prob": arch == "qwen3moe"}
     return config | {"num_local_experts": experts}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -123,6 +124,15 @@ class Tensors:
         return tensor.view(PLAIN[info.type.name]) if info.type.name in PLAIN else tensor
 
 
+class Place(NamedTuple):
+    """A tensor of a file, or the rows of one of its ``parts`` of an expert in a stack."""
+
+    name: str
+    expert: int | None = None
+    part: int = 0
+    parts: int = 1
+
+
 class GGUFFormat:
     """A WeightFormatProtocol: the tensors by the hub's names, as the hub's models have them."""
 
@@ -134,30 +144,37 @@ class GGUFFormat:
         self._head_size = given["head_dim"]
         delta = blocks.architecture in names.DELTA
         self._delta = names.DeltaHeads(*(given[f"linear_{key}"] for key in DELTA_SIZES)) if delta else None
-        self._names: dict[str, list[tuple[str, int | None]]] = {}
-        """For each of the hub's tensors, those that it consists of, of which some are experts' parts of a stack."""
+        self._names: dict[str, list[Place]] = {}
+        """For each of the hub's tensors, what it consists of."""
         count = given.get("num_experts") or given.get("num_local_experts") or 0
         layers = given["num_hidden_layers"]
         for name in sorted(blocks.names(), key=lambda name: any(part in name for part in names.SECOND)):
-            if name in FACTORS or (delta and names.layer_of(name) >= layers):
+            if name in FACTORS:
                 continue
-            if (expert := names.expert_name(blocks.architecture, name)) is None:
+            if not (experts := names.expert_names(blocks.architecture, name)):
                 hub = names.hub_name(blocks.architecture, name)
-                held = self._names.setdefault(hub, [])
-                held.append((name, None))
+                held = self._held(hub, layers)
+                held.append(Place(name))
                 if len(held) > 1 + hub.endswith((names.GATE_AND_UP, names.QKVZ)):
                     raise CheckpointError("The checkpoint holds a tensor under two names.")
                 continue
             if len(shape := blocks.infos[name].shape) < 2 or shape[0] != count:
                 raise CheckpointError(f"The tensor {name!r} has shape {list(shape)}, but there are {count} experts.")
-            for index in range(count):
-                self._names.setdefault(expert(index), []).append((name, index))
+            if shape[1] % len(experts):
+                raise CheckpointError(
+                    f"The tensor {name!r} has shape {list(shape)}; its rows have to be as many gates as ups."
+                )
+            for index, (part, expert) in itertools.product(range(count), enumerate(experts)):
+                self._held(expert(index), layers).append(Place(name, index, part, len(experts)))
+
+    def _held(self, hub: str, layers: int) -> list[Place]:
+        return self._names.setdefault(names.drafting_name(hub, layers) if self._delta else hub, [])
 
     def names(self) -> list[str]:
         return list(self._names)
 
     def weight(self, name: str) -> Weight:
-        parts = [self._part(*place) for place in self._names[name]]
+        parts = [self._part(place) for place in self._names[name]]
         if len(parts) == 1:
             return parts[0]
         rows = torch.arange(sum(len(part) if isinstance(part, Tensor) else part.shape[0] for part in parts))
@@ -171,15 +188,18 @@ class GGUFFormat:
             return GroupedWeight.stack(grouped).rows(order_N)
         return torch.cat([part.dequantize() if isinstance(part, GroupedWeight) else part for part in parts])[order_N]
 
-    def _part(self, own: str, expert: int | None) -> Weight:
-        info, raw, architecture = self._files.infos[own], self._files.tensor(own), self._files.architecture
-        if expert is not None:
-            info, raw = replace(info, shape=info.shape[1:]), raw[expert]
+    def _part(self, place: Place) -> Weight:
+        own, architecture = place.name, self._files.architecture
+        info, raw = self._files.infos[own], self._files.tensor(own)
+        if place.expert is not None:
+            rows = info.shape[1] // place.parts
+            info = replace(info, shape=(rows, *info.shape[2:]))
+            raw = raw[place.expert].narrow(0, place.part * rows, rows)
         weight = weight_of(own, info, raw)
         if architecture in names.TURNED and own.split(".")[-2] in ("attn_q", "attn_k"):
             order_N = names.row_order(weight.shape[0], self._head_size)
             return weight.rows(order_N) if isinstance(weight, GroupedWeight) else weight[order_N]
-        if architecture in UNIT_OFFSET and own.endswith("_norm.weight") and isinstance(weight, Tensor):
+        if architecture in UNIT_OFFSET and own.endswith("norm.weight") and isinstance(weight, Tensor):
             # GGUF adds the 1 that the model adds, too.
             return weight if own.endswith("ssm_norm.weight") else weight.float() - 1
         if self._delta is not None and architecture in names.TILED:

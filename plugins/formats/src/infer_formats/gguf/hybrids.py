@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from infer.errors import CheckpointError
 from infer_formats.gguf.header import TensorInfo
 from infer_formats.gguf.metadata import Metadata
-
-log = logging.getLogger(__name__)
 
 
 def state_space(
@@ -85,15 +82,14 @@ def delta_nets(meta: Metadata, arch: str, tensors: Mapping[str, TensorInfo]) -> 
     if size % value_heads:
         raise meta.bad(at("ssm.inner_size"), f"a multiple of ssm.time_step_rank, {value_heads}")
     # Text has one position in all sections of its rotation, and layers say themselves what they are.
-    meta.read.update((at("rope.dimension_sections"), at("full_attention_interval")))
+    meta.read.update(map(at, ("rope.dimension_sections", "full_attention_interval", "attention.recurrent_layers")))
     layers, drafting = meta.size(at("block_count")), meta.whole(at("nextn_predict_layers"), 0) or 0
     if drafting >= layers:
         raise meta.bad(at("nextn_predict_layers"), f"fewer than block_count, {layers}")
-    if drafting:
-        log.info("%s: the last %d layers, which draft tokens, are left out.", meta.path, drafting)
     full = [f"blk.{i}.attn_q.weight" in tensors for i in range(layers - drafting)]
     return {
         "num_hidden_layers": len(full),
+        "mtp_num_hidden_layers": drafting,
         "num_key_value_heads": max(meta.each(at("attention.head_count_kv"), meta.size(at("attention.head_count")))),
         "layer_types": ["full_attention" if attends else "linear_attention" for attends in full],
         "attention_bias": any(name.endswith(".attn_q.bias") for name in tensors),

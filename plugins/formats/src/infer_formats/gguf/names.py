@@ -73,7 +73,7 @@ LFM2 = {
     "ffn_gate_inp": "feed_forward.gate",
     "exp_probs_b": "feed_forward.expert_bias",
 }
-BARE = ("sinks", "layer_scalar", "dt_bias", "A_log", "D", "expert_bias")
+BARE = ("sinks", "layer_scalar", "dt_bias", "A_log", "D", "expert_bias", "scale", "per_expert_scale")
 """Ends of the hub's names that have no "weight" or "bias" behind them."""
 DELTA_NET = {
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -88,8 +88,12 @@ DELTA_NET = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    "nextn.eh_proj": "nextn.fc",
+    "nextn.enorm": "nextn.pre_fc_norm_embedding",
+    "nextn.hnorm": "nextn.pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "nextn.norm",
 }
-"""Names within Qwen3.5."""
+"""Names within Qwen3.5. What is "nextn" stands beside the layers of the draft head."""
 GATE_AND_UP, QKVZ = "shared_mlp.input_linear.weight", "linear_attn.in_proj_qkvz.weight"
 """The ends of the hub's names of tensors that are two in a file."""
 SECOND = (".ffn_up", ".attn_gate")
@@ -132,6 +136,11 @@ WITHIN_OF = {
         "proj": "per_layer_projection",
         "post_norm": "post_per_layer_input_norm",
         "layer_output_scale": "layer_scalar",
+        "ffn_gate_inp": "router.proj",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        **{f"post_ffw_norm_{i}": f"post_feedforward_layernorm_{i}" for i in (1, 2)},
     },
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
@@ -163,13 +172,8 @@ MIXTURES = {
     "granitehybrid": Mixture("block_sparse_moe.experts", "gate_up_proj", "gate_up_proj"),
     "lfm2moe": Mixture("feed_forward.experts", "w1", "w3", "w2"),
     "gpt-oss": Mixture("mlp.experts", "gate_up_proj", "gate_up_proj", interleaved=True),
+    "gemma4": Mixture("experts"),
 }
-
-
-def layer_of(name: str) -> int:
-    """The layer that a tensor belongs to; -1 if it is none's."""
-    match = re.match(r"blk\.(\d+)\.", name)
-    return int(match[1]) if match else -1
 
 
 def hub_name(arch: str, name: str) -> str:
@@ -183,14 +187,25 @@ def hub_name(arch: str, name: str) -> str:
     return OUTSIDE_OF.get(arch, {}).get(name) or OUTSIDE.get(name, name)
 
 
-def expert_name(arch: str, name: str) -> Callable[[int], str] | None:
-    """The hub's name of each expert's part of a stack; None if the tensor is none."""
-    match = re.fullmatch(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)", name)
+def drafting_name(name: str, layers: int) -> str:
+    """A tensor's name in the hub's checkpoints, in which a draft head is apart from the ``layers`` of the model, rather
+    than behind them."""
+    match = re.match(r"model\.layers\.(\d+)\.(nextn\.)?", name)
+    if match is None or int(match[1]) < layers:
+        return name
+    return ("mtp." if match[2] else f"mtp.layers.{int(match[1]) - layers}.") + name[match.end() :]
+
+
+def expert_names(arch: str, name: str) -> list[Callable[[int], str]]:
+    """The hub's names of each expert's part of a stack, by the parts that its rows are equally divided between; none if
+    the tensor is no stack."""
+    match = re.fullmatch(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)", name)
     if match is None or arch not in MIXTURES:
-        return None
-    mixture, kind = MIXTURES[arch], match[3]
-    place, part = f"model.layers.{int(match[1])}.{mixture.experts}", getattr(mixture, match[2])
-    return lambda index: f"{place}.{index}.{part}.{kind}"
+        return []
+    mixture = MIXTURES[arch]
+    place, parts = f"model.layers.{int(match[1])}.{mixture.experts}", match[2].split("_")
+    ends = [f"{getattr(mixture, part)}.{match[3]}" for part in parts]
+    return [lambda index, end=end: f"{place}.{index}.{end}" for end in ends]  # type: ignore[misc]
 
 
 def row_order(rows: int, head_size: int) -> Tensor:
