@@ -11,7 +11,7 @@ from tests.attention import random
 from tests.products import gated64
 from torch import Tensor
 
-from infer.contracts.kernels import Activation, Expert, KernelsProtocol, Routing
+from infer.contracts.kernels import Expert, ExpertActivation, KernelsProtocol, Routing
 from infer.kernels.quantize import quantize_weight
 from infer.weight import GroupedWeight, Weight, quantize_rows
 
@@ -47,13 +47,15 @@ class Mixture:
     dtype: torch.dtype = torch.float32
     int8: bool = True
     device: str = "cpu"
+    gated: bool = True
 
     def __post_init__(self) -> None:
         self.experts = [self._expert(7 * x) for x in range(self.count)]
 
     def _expert(self, seed: int) -> Expert:
         weights: list[Any] = []
-        for n, k in ((2 * self.intermediate, self.size), (self.size, self.intermediate)):
+        rows = self.intermediate * (2 if self.gated else 1)
+        for n, k in ((rows, self.size), (self.size, self.intermediate)):
             plain = random(n, k, dtype=self.dtype, seed=seed + n).to(self.device) / k**0.5
             weights.append(self._stored(plain, seed))
         biases = []
@@ -76,14 +78,14 @@ class Mixture:
         experts, shares = noise.argsort(dim=-1, descending=True)[:, :top].int(), random(tokens, top, seed=seed + 1)
         return experts.to(self.device), shares.softmax(-1).to(self.device)
 
-    def expected(self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, activation: Activation) -> Tensor:
+    def expected(self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, activation: ExpertActivation) -> Tensor:
         rows = []
         for x, experts, shares in zip(x_TD, experts_TJ.tolist(), shares_TJ.double(), strict=True):
             results = [self._result(x, self.experts[e], activation) for e in experts]
             rows.append(sum(share * y for share, y in zip(shares, results, strict=True)))
         return torch.stack(rows) if rows else x_TD.double()
 
-    def _result(self, x: Tensor, expert: Expert, activation: Activation) -> Tensor:
+    def _result(self, x: Tensor, expert: Expert, activation: ExpertActivation) -> Tensor:
         gate_up = product(x, expert.gate_up_NK, expert.gate_up_bias_N)
         hidden = gated64(gate_up.to(self.dtype), activation).to(self.dtype)
         return product(hidden, expert.down_NK, expert.down_bias_N)
@@ -107,9 +109,10 @@ def check_rows(
     """The results of some tokens are those that they have among all, bit for bit."""
     x, packed = random(tokens, mixture.size, dtype=mixture.dtype).to(mixture.device), mixture.pack(kernels)
     experts, shares = mixture.choose(tokens, top)
-    whole = kernels.gated_experts(x, experts, shares, packed, "silu")
+    activation: ExpertActivation = "silu" if mixture.gated else "relu2"
+    whole = kernels.gated_experts(x, experts, shares, packed, activation)
     assert whole.dtype == mixture.dtype
     for part in parts:
         rows = torch.tensor(part, device=mixture.device)
-        found = kernels.gated_experts(x[rows], experts[rows], shares[rows], packed, "silu")
+        found = kernels.gated_experts(x[rows], experts[rows], shares[rows], packed, activation)
         assert torch.equal(found, whole[rows]), part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from infer.contracts.kernels import Activation
+from infer.contracts.kernels import ExpertActivation
 
 TIED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12.0])
 """The values of MXFP4, doubled."""
@@ -25,7 +25,10 @@ def near(found: Tensor, expected: Tensor) -> bool:
     return bool(error <= (2e-5 if found.dtype == torch.float32 else 1e-2) * size)
 
 
-def gated64(gate_up: Tensor, activation: Activation) -> Tensor:
+def gated64(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
+    """Without a gate, ``gate_up`` has the values only."""
+    if activation == "relu2":
+        return gate_up.double().relu().square()
     gate, up = gate_up.double().chunk(2, dim=-1)
     functional = torch.nn.functional
     if activation == "clamped_swiglu":

@@ -243,7 +243,12 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "nemotron_h": COMMON
     | {
         "architectures": ["NemotronHForCausalLM"],
-        "hybrid_override_pattern": "M-*M",
+        "hybrid_override_pattern": "M-*EM",
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+        "moe_latent_size": 24,
         "mamba_num_heads": 4,
         "mamba_head_dim": 8,
         "n_groups": 2,

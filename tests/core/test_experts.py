@@ -11,7 +11,7 @@ from tests.examples import examples, slowly
 from tests.experts import FORMS, Mixture, check_rows, route64
 from tests.products import near
 
-from infer.contracts.kernels import Activation, Routing
+from infer.contracts.kernels import ExpertActivation, Routing
 from infer.kernels.reference import ReferenceKernels
 from infer_kernels_cpu import native
 from infer_kernels_cpu.provider import CpuKernels
@@ -73,11 +73,11 @@ def test_logits_that_are_not_finite_spoil_their_row_only() -> None:
 
 
 @floats
-@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
+@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu", "relu2"])
 @pytest.mark.parametrize("form", FORMS)
-def test_sums_of_experts(form: str, activation: Activation, dtype: torch.dtype) -> None:
-    int8 = activation == "silu"
-    mixture = Mixture(64, 40 if form in ("plain", "biases") else 32, 5, form, dtype, int8)
+def test_sums_of_experts(form: str, activation: ExpertActivation, dtype: torch.dtype) -> None:
+    int8, gated = activation != "clamped_swiglu", activation != "relu2"
+    mixture = Mixture(64, 40 if form in ("plain", "biases") else 32, 5, form, dtype, int8, gated=gated)
     packed = mixture.pack(KERNELS)
     for tokens, top in ((0, 2), (1, 5), (7, 2), (30, 3)):
         x, (experts, shares) = 2 * random(tokens, 64, dtype=dtype), mixture.choose(tokens, top)
@@ -102,6 +102,7 @@ PARTS = [[0], [129], [3, 140], [5, 5, 5], list(range(20)), list(range(149, 60, -
 def test_a_token_has_the_same_bits_in_any_company(form: str, dtype: torch.dtype) -> None:
     """The most popular expert has more rows than a tile, and others have none."""
     check_rows(KERNELS, Mixture(64, 64, 12, form, dtype), 150, 3, PARTS)
+    check_rows(KERNELS, Mixture(64, 32, 12, form, dtype, gated=False), 150, 3, PARTS)
 
 
 @pytest.mark.parametrize("form", ["plain", "int4"])
@@ -133,13 +134,14 @@ def test_a_popular_expert_is_divided() -> None:
         assert torch.equal(alone[0], whole[row])
 
 
-def test_rows_that_are_not_finite_stay_alone() -> None:
-    mixture, x = Mixture(32, 32, 4), random(6, 32)
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_rows_that_are_not_finite_stay_alone(activation: ExpertActivation) -> None:
+    mixture, x = Mixture(32, 32, 4, gated=activation != "relu2"), random(6, 32)
     experts, shares = mixture.choose(6, 2)
     packed = mixture.pack(KERNELS)
-    before = KERNELS.gated_experts(x, experts, shares, packed, "silu")
+    before = KERNELS.gated_experts(x, experts, shares, packed, activation)
     x[2] = torch.nan
     shares[4] = torch.nan
-    after = KERNELS.gated_experts(x, experts, shares, packed, "silu")
+    after = KERNELS.gated_experts(x, experts, shares, packed, activation)
     assert after[[2, 4]].isnan().all()
     assert torch.equal(after[[0, 1, 3, 5]], before[[0, 1, 3, 5]])

@@ -604,7 +604,11 @@ def gemma3(config: dict[str, Any]) -> LanguageModel:
         (lfm2, {"layer_types": ["conv"]}, "layer_types has 1 entries, but num_hidden_layers is 2"),
         (lfm2, {"layer_types": ["conv"] * 2}, "no layer has attention"),
         (lfm2, {"layer_types": ["mamba"] * 2}, "layer_types: 0: Input should be 'conv' or 'full_attention'"),
-        (nemotron, {"hybrid_override_pattern": "M*E"}, "Input should be 'linear_attention', 'full_attention' or 'mlp'"),
+        (
+            nemotron,
+            {"hybrid_override_pattern": "M*X"},
+            "'full_attention', 'mlp' or 'moe'",
+        ),
         (nemotron, {"hybrid_override_pattern": None}, "layers_block_type: Field required"),
         (nemotron, {"tie_word_embeddings": True}, "tie_word_embeddings: Input should be False"),
         (nemotron, {"mlp_hidden_act": "silu"}, "mlp_hidden_act: Input should be 'relu2'"),

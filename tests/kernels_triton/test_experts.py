@@ -8,7 +8,7 @@ from tests.attention import random
 from tests.experts import Mixture, check_rows, route64
 from tests.products import near
 
-from infer.contracts.kernels import Routing
+from infer.contracts.kernels import ExpertActivation, Routing
 from infer_kernels_triton.provider import TritonKernels
 
 MORE = (("softmax", True), ("sigmoid", False))
@@ -34,15 +34,23 @@ def test_routes(score: str, renormalize: bool, device: str) -> None:
     assert not spoiled[[0, 1, 2, 3, 5]].isnan().any()
 
 
-@pytest.mark.parametrize(("form", "dtype"), [("biases", torch.bfloat16), ("int4", torch.float32)])
-def test_sums_of_experts(form: str, dtype: torch.dtype, device: str) -> None:
-    kernels, mixture = TritonKernels(torch.device(device)), Mixture(48, 40, 5, form, dtype, int8=False, device=device)
+@pytest.mark.parametrize(
+    ("form", "dtype", "activation"),
+    [
+        ("biases", torch.bfloat16, "clamped_swiglu"),
+        ("int4", torch.float32, "clamped_swiglu"),
+        ("plain", torch.bfloat16, "relu2"),
+    ],
+)
+def test_sums_of_experts(form: str, dtype: torch.dtype, activation: ExpertActivation, device: str) -> None:
+    kernels, gated = TritonKernels(torch.device(device)), activation != "relu2"
+    mixture = Mixture(48, 40, 5, form, dtype, int8=False, device=device, gated=gated)
     packed = mixture.pack(kernels)
     for tokens, top in ((0, 2), (1, 5), (30, 3)):
         x, (experts, shares) = 2 * random(tokens, 48, dtype=dtype).to(device), mixture.choose(tokens, top)
-        found = kernels.gated_experts(x, experts, shares, packed, "clamped_swiglu")
+        found = kernels.gated_experts(x, experts, shares, packed, activation)
         assert found.shape == x.shape
-        assert near(found, mixture.expected(x, experts, shares, "clamped_swiglu"))
+        assert near(found, mixture.expected(x, experts, shares, activation))
 
 
 def test_a_token_has_the_same_bits_in_any_company(device: str) -> None:

@@ -274,8 +274,13 @@ def make_model(
         case "nemotron_h":
             fields |= {"head_dim": 16, "hybrid_override_pattern": "M-*M", "mamba_num_heads": 6, "mamba_head_dim": 8}
             fields |= {"n_groups": 2, "ssm_state_size": 16, "time_step_min": 1e-30}
+            fields |= {"n_routed_experts": 6, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40}
+            fields |= {"routed_scaling_factor": 1.5}
             fields["tie_word_embeddings"] = False  # transformers never ties them
             made = transformers.NemotronHForCausalLM(transformers.NemotronHConfig(**fields | config))
+            for layer in made.model.layers:
+                if layer.block_type == "moe":
+                    layer.mixer.gate.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, 6))
         case "falcon_h1":
             fields |= {"head_dim": 16, "mamba_d_ssm": 72, "key_multiplier": 0.6, "lm_head_multiplier": 0.8} | MAMBA
             fields |= {"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9, "embedding_multiplier": 1.3}

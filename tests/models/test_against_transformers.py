@@ -169,6 +169,15 @@ CASES: dict[str, dict[str, Any]] = {
         "time_step_limit": [0.9, 1.4],
     },
     "nemotron_h-last": {"family": "nemotron_h", "hybrid_override_pattern": "-M*M-", "use_bias": True, "mlp_bias": True},
+    "nemotron_h-experts": {"family": "nemotron_h", "hybrid_override_pattern": "ME*E", "num_experts_per_tok": 3},
+    "nemotron_h-latent": {
+        "family": "nemotron_h",
+        "hybrid_override_pattern": "EM*E",
+        "moe_latent_size": 32,
+        "norm_topk_prob": False,
+        "mlp_bias": True,
+        "seed": 1,
+    },
     "falcon_h1-norm": {
         "family": "falcon_h1",
         "mamba_rms_norm": True,
@@ -375,7 +384,7 @@ EXACT = (
 )
 EXACT_ONCE = (
     *("ministral-tied-2", "granite-biases", "smollm3-some", "glm4-untied-2", "exaone4-pattern", "seed_oss-biases"),
-    *("lfm2-biases", "granite_hybrid-dense", "nemotron_h-last", "falcon_h1-norm", "falcon_h1-tied-2"),
+    *("lfm2-biases", "granite_hybrid-dense", "nemotron_h-latent", "falcon_h1-norm", "falcon_h1-tied-2"),
     *("qwen3_5-tied-2", "qwen3_5-whole-heads", "qwen3_5_moe-tied-2", "qwen3_next-some"),
 )
 """These have types in turn: ``tests/core/test_exactness.py`` tries every family with both."""
@@ -495,7 +504,7 @@ def test_heads_of_a_delta_net_that_do_not_fit_are_refused(tmp_path: Path) -> Non
 
 LONG = (
     *(f"{family}-untied-2" for family in (*STATEFUL, "nemotron_h")),
-    *("gemma4-dense", "gemma4-inputs", "gemma4-shared", "gemma4-k-is-v", "gemma4-experts"),
+    *("nemotron_h-experts", "gemma4-dense", "gemma4-inputs", "gemma4-shared", "gemma4-k-is-v", "gemma4-experts"),
     *("mistral3-tied", "qwen3_vl-tied"),
 )
 
@@ -977,6 +986,32 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "vocab_size": 32784,
     },
+    "Nemotron-3-Nano-30B-A3B": {
+        "architectures": ["NemotronHForCausalLM"],
+        "conv_kernel": 4,
+        "head_dim": 128,
+        "hidden_size": 2688,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "intermediate_size": 1856,
+        "mamba_head_dim": 64,
+        "mamba_num_heads": 64,
+        "mlp_hidden_act": "relu2",
+        "model_type": "nemotron_h",
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "n_group": 1,
+        "n_groups": 8,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 52,
+        "num_key_value_heads": 2,
+        "routed_scaling_factor": 2.5,
+        "ssm_state_size": 128,
+        "topk_group": 1,
+        "vocab_size": 131072,
+    },
     "Nemotron-3-Nano-4B": {
         "architectures": ["NemotronHForCausalLM"],
         "attention_head_dim": 128,
@@ -1026,7 +1061,12 @@ def test_published_configs(name: str) -> None:
     with torch.device("meta"):
         empty = transformers.AutoModelForCausalLM.from_config(theirs)  # type: ignore[no-untyped-call]
     own = "backbone" if config["model_type"] == "nemotron_h" else "model"
-    names = {name.replace("model.", f"{own}."): tuple(p.shape) for name, p in empty.named_parameters()}
+    biases = ((name, b) for name, b in empty.named_buffers() if name.endswith("e_score_correction_bias"))
+    names = {}
+    for name, tensor in (*empty.named_parameters(), *biases):
+        place, experts, part = name.replace("model.", f"{own}.").partition(".experts.")
+        each = [f"{place}.experts.{i}.{part}.weight" for i in range(len(tensor))] if experts else [place]
+        names |= dict.fromkeys(each, tuple(tensor.shape[bool(experts) :]))
     assert dict(found.expected()) == names
 
 

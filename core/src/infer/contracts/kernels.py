@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
 """Activation functions, by their names in ``config.json``; ``clamped_swiglu`` is gpt-oss's (see ``gated``)."""
+ExpertActivation = Literal[Activation, "relu2"]
+"""Those of experts: ``relu2``, max(x, 0)^2, is that of experts without a gate."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,20 @@ class Routing:
 
 
 class Expert(NamedTuple):
-    """One expert of a mixture: a gated MLP."""
+    """One expert of a mixture: an MLP with a gate or without one."""
 
     gate_up_NK: Weight
-    """[2 I, D]: the first half of the rows computes the gate, the other the values."""
+    """[2 I, D]: the first half of the rows computes the gate, the other the values; [I, D], the values, without a
+    gate."""
     down_NK: Weight
     """[D, I]."""
     gate_up_bias_N: Tensor | None = None
     down_bias_N: Tensor | None = None
+
+    @property
+    def gated(self) -> bool:
+        """All experts of a layer are alike in this."""
+        return self.gate_up_NK.shape[0] != self.down_NK.shape[1]
 
 
 @dataclass(frozen=True)
@@ -131,13 +139,14 @@ class KernelsProtocol(Protocol):
         them need not hold all at once."""
 
     def gated_experts(
-        self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, packed: Any, activation: Activation
+        self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, packed: Any, activation: ExpertActivation
     ) -> Tensor:
         """The results of each token's experts, summed with its shares, [T, D].
 
-        An expert's result is what ``linear`` of ``gated_linear`` yields. Multiplied by their shares, the results are
-        added up in fp32 in the order of the token's row of ``experts_TJ``, and the sum is rounded. With a recorder, the
-        kernels find out on their device which rows each expert has."""
+        An expert's result is what ``linear`` of ``gated_linear`` yields; with ``relu2``, what ``linear`` of the squared
+        positive values of ``linear`` yields. Multiplied by their shares, the results are added up in fp32 in the order
+        of the token's row of ``experts_TJ``, and the sum is rounded. With a recorder, the kernels find out on their
+        device which rows each expert has."""
 
     def pack_adapter(self, parts: Sequence[AdapterPart]) -> Any:
         """Convert what an adapter changes in one product to the layout that ``add_adapters`` works on. The parts change

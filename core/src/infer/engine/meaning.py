@@ -93,16 +93,18 @@ def _gated_linear(kernels: KernelsProtocol, name: str, rows: tuple[Tensor, ...],
 def _gated_experts(kernels: KernelsProtocol, name: str, rows: tuple[Tensor, ...], rest: tuple[Any, ...]) -> Pair:
     """With two experts of its own, one of them for every third token."""
     x, (_, activation) = rows[0], rest
-    experts = [
-        Expert(sign * _weights(x, 2 * COLUMNS, x.shape[1]), _weights(x, x.shape[1], COLUMNS)) for sign in (1, -1)
-    ]
+    wide = COLUMNS if activation == "relu2" else 2 * COLUMNS
+    experts = [Expert(sign * _weights(x, wide, x.shape[1]), _weights(x, x.shape[1], COLUMNS)) for sign in (1, -1)]
     chosen = (torch.arange(len(x), device=x.device) % 3 == 0).int()[:, None]
     shares = torch.full((len(x), 1), 0.5, device=x.device)
     found = kernels.gated_experts(x, chosen, shares, kernels.pack_experts(experts, len(experts)), activation)
-    results = [
-        REFERENCE.gated(x.double() @ e.gate_up_NK.double().T, activation).to(x.dtype).double() @ e.down_NK.double().T  # type: ignore[union-attr]
-        for e in experts
-    ]
+
+    def result(expert: Any) -> Tensor:
+        inner = x.double() @ expert.gate_up_NK.double().T
+        hidden = inner.relu().square() if activation == "relu2" else REFERENCE.gated(inner, activation)
+        return hidden.to(x.dtype).double() @ expert.down_NK.double().T
+
+    results = list(map(result, experts))
     return found, 0.5 * torch.where(chosen.bool(), results[1], results[0])
 
 

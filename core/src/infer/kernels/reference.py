@@ -22,7 +22,15 @@ from torch import Tensor
 
 from infer.contracts.adapters import AdapterPart, AdapterRows
 from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Rotary
-from infer.contracts.kernels import Activation, Draws, Expert, KernelsProtocol, RecorderProtocol, Routing
+from infer.contracts.kernels import (
+    Activation,
+    Draws,
+    Expert,
+    ExpertActivation,
+    KernelsProtocol,
+    RecorderProtocol,
+    Routing,
+)
 from infer.contracts.states import DeltaRule, StateRows, StateSpace
 from infer.kernels import states
 from infer.kernels.quantize import quantize_weight
@@ -165,19 +173,26 @@ class ReferenceKernels(KernelsProtocol):
 
     def pack_experts(self, experts: Iterable[Expert], count: int) -> Any:
         packed = [
-            (self.pack_gated(e.gate_up_NK, e.gate_up_bias_N), self.pack(e.down_NK, e.down_bias_N)) for e in experts
+            (
+                (self.pack_gated if e.gated else self.pack)(e.gate_up_NK, e.gate_up_bias_N),
+                self.pack(e.down_NK, e.down_bias_N),
+            )
+            for e in experts
         ]
         return PackedExperts(*zip(*packed, strict=True))
 
     def gated_experts(
-        self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, packed: Any, activation: Activation
+        self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, packed: Any, activation: ExpertActivation
     ) -> Tensor:
         T, J = experts_TJ.shape
         out_TJD = x_TD.new_empty(T, J, x_TD.shape[1])
         for index, (gate_up, down) in enumerate(zip(packed.gate_up, packed.down, strict=True)):
             token, place = (experts_TJ == index).nonzero(as_tuple=True)
             if len(token):
-                hidden = self.gated_linear(x_TD[token], gate_up, activation)
+                if activation == "relu2":
+                    hidden = self.linear(x_TD[token], gate_up).relu().square()
+                else:
+                    hidden = self.gated_linear(x_TD[token], gate_up, activation)
                 out_TJD[token, place] = self.linear(hidden, down)
         total_TD = torch.zeros_like(x_TD, dtype=torch.float32)
         for j in range(J):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from infer.contracts.adapters import AdapterPart, AdapterRows
 from infer.contracts.attention import KV, AttentionSpec, Ragged, Rotary
-from infer.contracts.kernels import Activation, Draws, Expert, PackedMemory, RecorderProtocol, Routing
+from infer.contracts.kernels import Activation, Draws, Expert, ExpertActivation, PackedMemory, RecorderProtocol, Routing
 from infer.contracts.states import DeltaRule, StateRows, StateSpace
 from infer.device import pages
 from infer.kernels.quantize import unfilled
@@ -41,7 +41,9 @@ from infer_kernels_cpu.recording import Recorder
 
 CHUNK = 1 << 20
 """How many weights of a type without a number are converted at a time."""
-GATES: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
+GATES: dict[ExpertActivation | None, int] = {
+    activation: code for code, activation in enumerate((None, "silu", "gelu_pytorch_tanh", "clamped_swiglu", "relu2"))
+}
 """The native code's numbers of the activations (its ``Gate``)."""
 
 
@@ -222,7 +224,7 @@ class CpuKernels(ReferenceKernels):
             *zip(
                 *(
                     (
-                        self._pack(e.gate_up_NK, e.gate_up_bias_N, True, shelves[0]),
+                        self._pack(e.gate_up_NK, e.gate_up_bias_N, e.gated, shelves[0]),
                         self._pack(e.down_NK, e.down_bias_N, False, shelves[1]),
                     )
                     for e in experts
@@ -240,7 +242,7 @@ class CpuKernels(ReferenceKernels):
         return Mixture(packed.gate_up, packed.down, mixture, tuple(arrays))
 
     def gated_experts(
-        self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, packed: Any, activation: Activation
+        self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, packed: Any, activation: ExpertActivation
     ) -> Tensor:
         if not isinstance(packed, Mixture):
             return super().gated_experts(x_TD, experts_TJ, shares_TJ, packed, activation)

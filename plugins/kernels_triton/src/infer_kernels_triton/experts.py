@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infer.contracts.kernels import Activation, Expert, Routing
+from infer.contracts.kernels import Expert, ExpertActivation, Routing
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_triton.configs import LinearConfig, LinearTile, reachable
 from infer_kernels_triton.elementwise import gated
@@ -239,7 +239,7 @@ def gated_experts(
     experts_TJ: Tensor,
     shares_TJ: Tensor,
     packed: PackedExperts,
-    activation: Activation,
+    activation: ExpertActivation,
     config: LinearConfig,
     multiprocessors: int,
 ) -> Tensor:
@@ -264,7 +264,8 @@ def gated_experts(
         _launch(run, c, config.block_k, x, weight_XNK, bias_XN, out, pairs, bounds, J, x.stride(0), gather)
         return out
 
-    hidden = gated(product(x_TD, packed.gate_up_XNK, packed.gate_up_bias_XN, True), activation)
+    hidden = product(x_TD, packed.gate_up_XNK, packed.gate_up_bias_XN, True)
+    hidden = hidden.relu_().square_() if activation == "relu2" else gated(hidden, activation)
     results = product(hidden, packed.down_XNK, packed.down_bias_XN, False)
     block = min(1024, triton.next_power_of_2(D))
     combine_kernel[(T, triton.cdiv(D, block))](

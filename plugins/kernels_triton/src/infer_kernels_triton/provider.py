@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Rotary
-from infer.contracts.kernels import Activation, Draws, Expert, RecorderProtocol, Routing
+from infer.contracts.kernels import Activation, Draws, Expert, ExpertActivation, RecorderProtocol, Routing
 from infer.contracts.states import DeltaRule, StateRows, StateSpace
 from infer.device import CudaRecorder
 from infer.kernels.reference import SMALLEST_SUM, ReferenceKernels
@@ -81,7 +81,7 @@ class TritonKernels(ReferenceKernels):
         return mixture.pack(experts, count, lambda dtype: self._config(dtype).linear, self._multiprocessors)
 
     def gated_experts(
-        self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, packed: Any, activation: Activation
+        self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, packed: Any, activation: ExpertActivation
     ) -> Tensor:
         tiles = self._config(x_TD.dtype).linear
         return mixture.gated_experts(x_TD, experts_TJ, shares_TJ, packed, activation, tiles, self._multiprocessors)

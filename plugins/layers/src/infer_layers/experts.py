@@ -1,4 +1,4 @@
-"""A mixture of experts: a router chooses a few gated MLPs for each token."""
+"""A mixture of experts: a router chooses a few MLPs for each token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.contracts.kernels import Activation, Expert, Routing
+from infer.contracts.kernels import Expert, ExpertActivation, Routing
 from infer.errors import CheckpointError
 from infer.weight import GroupedWeight, Weight, joined
 from infer_layers.linear import Linear
@@ -26,17 +26,18 @@ class Experts:
     - ``names`` are the names that the layer has in checkpoints, and ``router`` those of the router within it; the first
       of each are those of the expected weights.
     - ``gate_up`` are the names of an expert's gate and up projections, or the single name of the tensor that holds
-      both; ``down`` is that of its down projection.
-    - ``stacks`` are the names of tensors of all experts: gate and up, [X, 2 I, D], and down, [X, D, I]. If
-      ``transposed``, they are [X, D, 2 I] and [X, I, D].
+      both, or of up, if the ``activation`` is that of experts without a gate; ``down`` is that of its down projection.
+    - ``stacks`` are the names of tensors of all experts: gate and up, [X, 2 I, D], or up, [X, I, D], and down,
+      [X, D, I]. If ``transposed``, their last two dimensions are in the other order.
     - If ``interleaved``, gate and up alternate in the rows of the single tensor that holds both.
     - With ``biases``, router and experts have biases. In stacks, their names end in "_bias".
 
     ``share_scales`` is the name of a tensor [X] that the experts' shares are multiplied by.
 
-    ``router_dtype`` is the dtype in which the router's logits are computed, by default the model's; ``selection_bias``
-    the name of the bias that the choice, but no share, depends on. ``shared`` is an MLP for all tokens, whose result is
-    added, multiplied by the sigmoid of the product that ``shared_gate`` names if there is one.
+    The router sees vectors of ``routed_size``, by default ``size``. ``router_dtype`` is the dtype in which its logits
+    are computed, by default the model's; ``selection_bias`` the name of the bias that the choice, but no share, depends
+    on. ``shared`` is an MLP for all tokens, whose result is added, multiplied by the sigmoid of the product that
+    ``shared_gate`` names if there is one.
 
     Raises CheckpointError if a token is to have more experts than there are.
     """
@@ -49,7 +50,7 @@ class Experts:
         intermediate: int,
         count: int,
         routing: Routing,
-        activation: Activation = "silu",
+        activation: ExpertActivation = "silu",
         *,
         router: str | Sequence[str] = "gate",
         gate_up: Sequence[str] = ("gate_proj", "up_proj"),
@@ -58,6 +59,7 @@ class Experts:
         transposed: bool = False,
         interleaved: bool = False,
         biases: bool = False,
+        routed_size: int | None = None,
         router_dtype: torch.dtype | None = None,
         selection_bias: str | None = None,
         share_scales: str | None = None,
@@ -70,11 +72,12 @@ class Experts:
         router, *routers = [router] if isinstance(router, str) else router
         kernels = self._kernels = weights.context.kernels
         self._routing, self._activation, self._router_dtype = routing, activation, router_dtype
-        self._router = Linear(weights, f"{name}.{router}", size, count, biases, dtype=router_dtype)
+        routed_size = routed_size or size
+        self._router = Linear(weights, f"{name}.{router}", routed_size, count, biases, dtype=router_dtype)
         kinds = ("weight", "bias") if biases else ("weight",)
         for kind, place in itertools.product(kinds, (f"{n}.{r}" for n in (name, *others) for r in (router, *routers))):
             if place != f"{name}.{router}":
-                shape = (count, size) if kind == "weight" else (count,)
+                shape = (count, routed_size) if kind == "weight" else (count,)
                 renamed = functools.partial(_named, f"{name}.{router}.{kind}")
                 weights.expect_stack(f"{place}.{kind}", shape, renamed)
         self._selection_bias: Tensor | None = None
@@ -88,8 +91,9 @@ class Experts:
         if shared_gate is not None:
             weights.expect(f"{name}.{shared_gate}.weight", (1, size), self._take_gate, packed=True)
         self._packed: Any = None
-        order_N = torch.arange(2 * intermediate).view(-1, 2).t().flatten() if interleaved else None
-        width = 2 * intermediate // len(gate_up)
+        rows = intermediate if activation == "relu2" else 2 * intermediate
+        order_N = torch.arange(rows).view(-1, 2).t().flatten() if interleaved else None
+        width = rows // len(gate_up)
         shapes = dict.fromkeys(gate_up, (width, size)) | {down: (size, intermediate)}
         held: list[dict[str, Weight]] = [{} for _ in range(count)]
         left = count * len(shapes) * (1 + biases)
@@ -121,9 +125,7 @@ class Experts:
                     yield f"{name}.experts.{index}.{part}.{kind}", rows
 
         for place, pair in itertools.product((name, *others), stacks):
-            for parts, stack, (N, K) in zip(
-                (gate_up, [down]), pair, ((2 * intermediate, size), (size, intermediate)), strict=True
-            ):
+            for parts, stack, (N, K) in zip((gate_up, [down]), pair, ((rows, size), (size, intermediate)), strict=True):
                 whole = (count, K, N) if transposed else (count, N, K)
                 weights.expect_stack(f"{place}.{stack}", whole, functools.partial(cut, parts, "weight"))
                 if biases:

@@ -82,7 +82,6 @@ def infer_models() -> list[ModelRegistration]:
         ),
         _decoder("lfm2", "LFM2, dense", Lfm2Config, Lfm2Layer),
         _decoder("lfm2_moe", "LFM2, mixtures of experts", Lfm2MoeConfig, Lfm2MoeLayer),
-        _decoder("nemotron_h", "Nemotron-H and Nemotron Nano 2", NemotronHConfig, NemotronHLayer),
         _decoder("falcon_h1", "Falcon-H1", FalconH1Config, FalconH1Layer),
         _decoder("bamba", "Bamba", BambaConfig, HybridLayer),
         _decoder("smollm3", "SmolLM3", SmolLM3Config),
@@ -108,6 +107,12 @@ def infer_models() -> list[ModelRegistration]:
             lambda config, context, settings: Gemma4(config, context),
             "Gemma 4, text only",
             architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4TextModel"),
+        ),
+        ModelRegistration(
+            "nemotron_h",
+            lambda config, context, settings: LanguageModel(config, context, NemotronHConfig, NemotronHLayer),
+            "Nemotron-H, Nemotron Nano 2 and Nemotron 3",
+            architectures=("NemotronHForCausalLM", "NemotronHModel"),
         ),
         ModelRegistration(
             "mistral3",

@@ -1,4 +1,5 @@
-"""Nemotron-H: each layer is one of Mamba 2, attention without rotation, and an MLP without a gate."""
+"""Nemotron-H: each layer is one of Mamba 2, attention without rotation, an MLP without a gate, and, from Nemotron 3 on,
+a mixture of such MLPs."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ from torch import Tensor
 
 from infer.contracts.attention import AttentionSpec, Rotary
 from infer.contracts.cache import KVCacheView
+from infer.contracts.kernels import Routing
 from infer.contracts.states import StateSpec
-from infer_layers import Linear, PositiveNumber, RopeParameters, Weights, select
+from infer_layers import Experts, Linear, PositiveNumber, RopeParameters, Weights, select
 from infer_models.hybrid import HybridConfig, HybridLayer, StepLimit
 from infer_models.llama import Mixer
 
-PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 OLD = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
@@ -28,7 +30,7 @@ def _kinds(given: Any) -> Any:
 
 KINDS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 """The names of the field that says what each layer is, in order of precedence."""
-Kinds = Annotated[list[Literal["linear_attention", "full_attention", "mlp"]], BeforeValidator(_kinds)]
+Kinds = Annotated[list[Literal["linear_attention", "full_attention", "mlp", "moe"]], BeforeValidator(_kinds)]
 
 
 class NemotronHConfig(HybridConfig):
@@ -56,6 +58,17 @@ class NemotronHConfig(HybridConfig):
         (0.0, float("inf")), validation_alias=AliasChoices("mamba_dt_limit", "time_step_limit")
     )
     """``time_step_min``, by which transformers clamps the steps of prompts, and only those, is one of training."""
+    n_routed_experts: PositiveInt = Field(8, validation_alias=AliasChoices("n_routed_experts", "num_local_experts"))
+    num_experts_per_tok: PositiveInt = 2
+    moe_intermediate_size: PositiveInt = 7688
+    moe_shared_expert_intermediate_size: PositiveInt = 7688
+    moe_latent_size: PositiveInt | None = None
+    """The size of what experts see, by default the hidden size."""
+    norm_topk_prob: bool = True
+    routed_scaling_factor: PositiveNumber = 1.0
+    # No published model of this architecture chooses among groups of experts.
+    n_group: Literal[1] = 1
+    topk_group: Literal[1] = 1
 
     @model_validator(mode="before")
     @classmethod
@@ -89,7 +102,42 @@ class SquaredMLP:
 
     def __call__(self, x_TD: Tensor, rotary: Rotary | None, cache: KVCacheView, rows_N: Tensor | None = None) -> Tensor:
         """[T, D], or [N, D] if ``rows_N`` is given."""
-        return self._down(self._up(select(x_TD, rows_N)).relu().square())
+        return self.of(select(x_TD, rows_N))
+
+    def of(self, x_TD: Tensor) -> Tensor:
+        return self._down(self._up(x_TD).relu().square())
+
+
+class SquaredExperts:
+    """A mixture of MLPs without gates, chosen by sigmoids with a bias, and one more for all tokens. What the others see
+    may be projected to a smaller size, and what they yield back."""
+
+    def __init__(self, w: Weights, name: str, c: NemotronHConfig) -> None:
+        size, latent = c.hidden_size, c.moe_latent_size
+        self._enter = Linear(w, f"{name}.fc1_latent_proj", size, latent, c.mlp_bias) if latent else None
+        self._leave = Linear(w, f"{name}.fc2_latent_proj", latent, size, c.mlp_bias) if latent else None
+        self._experts = Experts(
+            w,
+            name,
+            latent or size,
+            c.moe_intermediate_size,
+            c.n_routed_experts,
+            Routing(c.num_experts_per_tok, "sigmoid", c.norm_topk_prob, c.routed_scaling_factor),
+            c.mlp_hidden_act,
+            gate_up=("up_proj",),
+            stacks=(("experts.up_proj", "experts.down_proj"),),
+            routed_size=size,
+            router_dtype=torch.float32,
+            selection_bias="gate.e_score_correction_bias",
+        )
+        width = c.moe_shared_expert_intermediate_size
+        self._shared = SquaredMLP(w, f"{name}.shared_experts", size, width, c.mlp_bias)
+
+    def __call__(self, x_TD: Tensor, rotary: Rotary | None, cache: KVCacheView, rows_N: Tensor | None = None) -> Tensor:
+        """[T, D], or [N, D] if ``rows_N`` is given."""
+        x_TD = select(x_TD, rows_N)
+        out_TD = self._experts(x_TD if self._enter is None else self._enter(x_TD), x_TD)
+        return (out_TD if self._leave is None else self._leave(out_TD)) + self._shared.of(x_TD)
 
 
 class NemotronHLayer(HybridLayer):
@@ -104,6 +152,8 @@ class NemotronHLayer(HybridLayer):
     ) -> Mixer:
         if c.kinds[index] == "mlp":
             return SquaredMLP(w, f"{name}.mixer", c.hidden_size, c.intermediate_size, c.mlp_bias)
+        if c.kinds[index] == "moe":
+            return SquaredExperts(w, f"{name}.mixer", c)
         return super().mixes(w, name, index, c, spec, rope)
 
     def __call__(

@@ -176,7 +176,18 @@ void some_experts(const Mixture& m, const T* x, int64_t stride, int64_t tokens, 
         for (int64_t i = begin; i < end; i++)
             std::memcpy((void*)(gathered + place[i] * m.D), x + i / J * stride, m.D * sizeof(T));
     });
-    products(buckets, count, m.gate_up_grouped, m.gate_up, m.gate_up_bias, gathered, P, 2 * m.I, m.D, gate, hidden);
+    bool gated = gate != Gate::SQUARE;
+    products(buckets, count, m.gate_up_grouped, m.gate_up, m.gate_up_bias, gathered, P, gated ? 2 * m.I : m.I, m.D,
+             gated ? gate : Gate::NONE, hidden);
+    if (!gated)
+        over_rows(P, m.I, [=](int64_t begin, int64_t end) {
+            over_vectors((end - begin) * m.I, [&](int64_t i, int n) {
+                T* at = hidden + begin * m.I + i;
+                vf value = take(at, n);
+                value = value < 0.0f ? vf{} : value;  // NaN stays what it is
+                give(at, value * value, n);
+            });
+        });
     products(buckets, count, m.down_grouped, m.down, m.down_bias, hidden, P, m.D, m.I, Gate::NONE, results);
     over_rows(tokens, J * m.D, [=](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; t++)

@@ -282,7 +282,7 @@ inline vf exp(vf x) {
 
 inline vf tanh(vf x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
-enum class Gate { NONE, SILU, GELU, CLAMPED };
+enum class Gate { NONE, SILU, GELU, CLAMPED, SQUARE };  // SQUARE is that of experts without a gate
 
 // activation(gate) * through; gelu in its tanh form.
 template <class T>

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.contracts.kernels import Expert, Routing
+from infer.contracts.kernels import Expert, ExpertActivation, Routing
 from infer_testing.kernels.provider import ACTIVATIONS, EXACT, Provider, check, wide
 from infer_testing.numbers import compare
 from infer_testing.suite import Violation
@@ -47,12 +47,12 @@ class Mixture:
     shares_TJ: Tensor
 
     @classmethod
-    def make(cls, p: Provider, tokens: int, dtype: torch.dtype, draw: random.Random) -> Mixture:
+    def make(cls, p: Provider, tokens: int, dtype: torch.dtype, draw: random.Random, *, gated: bool = True) -> Mixture:
         count, size, inner = draw.choice([3, 8]), draw.choice([16, 48]), draw.choice([8, 32])
-        top, biases = draw.randint(1, 3), draw.random() < 0.5
+        top, biases, rows = draw.randint(1, 3), draw.random() < 0.5, inner * (2 if gated else 1)
 
         def expert() -> Expert:
-            weights = [p.tensor(n, k, dtype=dtype, draw=draw) / k**0.5 for n, k in ((2 * inner, size), (size, inner))]
+            weights = [p.tensor(n, k, dtype=dtype, draw=draw) / k**0.5 for n, k in ((rows, size), (size, inner))]
             return Expert(*weights, *(p.tensor(len(w), dtype=dtype, draw=draw) for w in weights if biases))
 
         noise = p.tensor(tokens, count, draw=draw) - torch.arange(count, device=p.device) * (3 / count)
@@ -64,7 +64,16 @@ class Mixture:
 @check("gated_experts sums the results of a token's experts, each times its share, in the order of experts_TJ", 8)
 def gated_experts(p: Provider, draw: random.Random) -> None:
     dtype, activation = p.dtype(draw), draw.choice(ACTIVATIONS)
-    m = Mixture.make(p, draw.choice([1, 5, 40]), dtype, draw)
+    _compare(p, Mixture.make(p, draw.choice([1, 5, 40]), dtype, draw), activation, dtype)
+
+
+@check("gated_experts computes experts without a gate, too, if the activation is that of such experts", 4)
+def ungated_experts(p: Provider, draw: random.Random) -> None:
+    dtype = p.dtype(draw)
+    _compare(p, Mixture.make(p, draw.choice([1, 5, 40]), dtype, draw, gated=False), "relu2", dtype)
+
+
+def _compare(p: Provider, m: Mixture, activation: ExpertActivation, dtype: torch.dtype) -> None:
     packed = p.kernels.pack_experts(iter(m.experts), len(m.experts))
     found = p.kernels.gated_experts(m.x, m.experts_TJ, m.shares_TJ, packed, activation)
     exact = torch.zeros(m.x.shape, dtype=torch.float64)
@@ -73,8 +82,10 @@ def gated_experts(p: Provider, draw: random.Random) -> None:
         assert isinstance(gate_up, Tensor)
         assert isinstance(down, Tensor)
         inner, outer = (None if bias is None else wide(bias) for bias in biases)
-        hidden = EXACT.gated(torch.nn.functional.linear(wide(m.x), wide(gate_up), inner), activation)
+        product = torch.nn.functional.linear(wide(m.x), wide(gate_up), inner)
+        hidden = product.relu().square() if activation == "relu2" else EXACT.gated(product, activation)
         result = torch.nn.functional.linear(hidden, wide(down), outer).double()
         share = (m.shares_TJ * (m.experts_TJ == index)).sum(1, keepdim=True)
         exact += share.cpu().double() * result
-    compare(f"gated_experts of {len(m.x)} tokens with {len(m.experts)} experts", found, exact, dtype, "token")
+    of = "experts" if activation != "relu2" else "experts without gates"
+    compare(f"gated_experts of {len(m.x)} tokens with {len(m.experts)} {of}", found, exact, dtype, "token")

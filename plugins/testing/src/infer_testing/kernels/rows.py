@@ -98,6 +98,13 @@ def rows_of_experts(p: Provider, draw: random.Random) -> None:
         lambda x, experts, shares: p.kernels.gated_experts(x, experts, shares, packed, "silu"),
         *(m.x, m.experts_TJ, m.shares_TJ),
     )
+    bare = Mixture.make(p, MOST_ROWS // 2, dtype, draw, gated=False)
+    open_packed = p.kernels.pack_experts(iter(bare.experts), len(bare.experts))
+    rowwise(
+        "gated_experts without gates",
+        lambda x, experts, shares: p.kernels.gated_experts(x, experts, shares, open_packed, "relu2"),
+        *(bare.x, bare.experts_TJ, bare.shares_TJ),
+    )
     logits = p.tensor(MOST_ROWS, 32, dtype=dtype, draw=draw)
     rowwise("route", lambda logits: p.kernels.route(logits, Routing(4)), logits)
 
