@@ -772,6 +772,31 @@ async def test_idle_connections_are_kept_longer_than_clients_keep_them() -> None
     assert (httpx.Limits().keepalive_expiry or 0) < sockets.KEEPALIVE_S
 
 
+async def test_a_burst_of_connections_is_accepted_in_several_turns(
+    chatty: Body, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that open streams go on between them; the others wait in the kernel, and none is refused."""
+    made: list[Protocol] = []
+    make = Protocol.connection_made
+    monkeypatch.setattr(Protocol, "connection_made", lambda self, *of: (made.append(self), make(self, *of))[1])
+    monkeypatch.setattr(sockets, "ACCEPTED", 3)
+    async with running(**chatty) as server, asyncio.timeout(HANG_S):
+        host, port = server.url.removeprefix("http://").split(":")
+        burst = [socket.socket() for _ in range(10)]
+        for each in burst:
+            each.setblocking(False)
+            each.connect_ex((host, int(port)))
+        assert len({each.getpeername() for each in burst}) == 1, "all are connected before any is accepted"
+        most = 0
+        while len(made) < len(burst):
+            before = len(made)
+            await asyncio.sleep(0)
+            most = max(most, len(made) - before)
+        assert most == 3
+        for each in burst:
+            each.close()
+
+
 async def test_headers_that_do_not_end_are_not_waited_for(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "KEEPALIVE_S", 0.2)
     async with running(**chatty) as server, asyncio.timeout(HANG_S):

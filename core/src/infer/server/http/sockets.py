@@ -22,6 +22,11 @@ KEEPALIVE_S = 75.0
 the server closes the connection, and lose it: aiohttp keeps them for 15 s, nginx for 60."""
 MAX_CONNECTIONS = 8192
 """How many connections there may be at a time, if the process may open twice as many files."""
+WAITING = 1024
+"""How many more wait in the kernel until they are accepted; Linux has a limit of its own (net.core.somaxconn)."""
+ACCEPTED = 8
+"""How many connections one turn of the event loop accepts: each costs as much as dozens of frames of open streams, which
+come between two turns. asyncio accepts as many as may wait."""
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -94,7 +99,9 @@ async def listen(
         how |= {"most": min(MAX_CONNECTIONS, _files() // 2), "refused": set()}
         protocol = functools.partial(Protocol, runner.server, loop=loop, **how)
         try:
-            listening = [await loop.create_server(protocol, sock=bound) for bound in sockets]
+            listening = [await loop.create_server(protocol, sock=bound, backlog=ACCEPTED) for bound in sockets]
+            for bound in sockets:
+                bound.listen(WAITING)
         except OSError as error:  # another process has bound the port as well and listens already
             host, port = sockets[0].getsockname()[:2]
             raise _taken(host, port, error) from None

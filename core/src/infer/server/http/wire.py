@@ -149,8 +149,13 @@ class Ollama(WireFormat):
 OPENAI = WireFormat()
 WIRE_FORMATS: web.AppKey[Callable[[web.Request], WireFormat]] = web.AppKey("wire_formats")
 """How each request's errors and streams are written; without it, as ``OPENAI`` does."""
+WIRE_FORMAT = web.RequestKey("wire_format", WireFormat)
+"""What that is for a request, found out once."""
 
 
 def wire_format(request: web.Request) -> WireFormat:
     """How the errors and streams of this request are written."""
-    return request.config_dict.get(WIRE_FORMATS, lambda _: OPENAI)(request)
+    if WIRE_FORMAT not in request:
+        written = request.app.get(WIRE_FORMATS)
+        request[WIRE_FORMAT] = OPENAI if written is None else written(request)
+    return request[WIRE_FORMAT]
