@@ -272,7 +272,7 @@ def test_an_engine_answers_as_it_does_without(
         answers.append({id: [(e.token_ids, e.logprobs) for e in events] for id, events in stepper.events.items()})
         assert any(record.preemptions for record in stepper.finished)
         if graphs is not None:
-            assert set(graphs.recordings) == set(range(1, MAX_BATCH + 1))
+            assert set(graphs.recordings) == {(rows, False) for rows in range(1, MAX_BATCH + 1)}
             tried = [recording and recording.tried for recording in graphs.recordings.values()]
             assert tried == [True] * MAX_BATCH
     assert answers[0] == answers[1]
@@ -335,7 +335,7 @@ MISFITS: dict[str, tuple[type[CpuKernels], type[PagedPool], str]] = {
     "buckets of positions": (Buckets, PagedPool, f"{__name__}.Buckets.extend_attention reads Ragged.starts"),
     "a kernel unheard": (Unheard, PagedPool, "gave other bits"),
     "views that move": (CpuKernels, Wandering, "views of Wandering do not stay where they are (raggeds."),
-    "places on the host": (CpuKernels, HostPool, "a pass does not do the same for every token, position and"),
+    "places on the host": (CpuKernels, HostPool, "a pass does not do the same for every token, position, slot and"),
 }
 
 

@@ -3,7 +3,7 @@ those requests that ask for them. R is an adapter's rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +49,9 @@ class AdapterRows(NamedTuple):
 
     slots_T: Tensor
     """int32, on the model's device; -1 for none."""
-    groups: Sequence[tuple[int, Tensor]]
-    """(slot, int64 rows) of each adapter that the pass has, on the model's device."""
+    groups: Iterable[tuple[int, Tensor]]
+    """(slot, int64 rows) of each adapter that the pass has, on the model's device. A pass that reads them cannot be
+    recorded, because every replay would see those of the recorded pass."""
 
 
 class AdaptersProtocol(Protocol):

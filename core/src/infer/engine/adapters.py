@@ -4,11 +4,36 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from infer.contracts.adapters import Adapter
 from infer.contracts.request import Request
+from infer.device import caller, upload
 from infer.errors import RequestError
+
+
+@dataclass
+class RowGroups:
+    """The ``groups`` of a pass's ``AdapterRows``, made when they are asked for. A replay cannot follow them, so
+    ``read`` names the function that has asked."""
+
+    slots_T: np.ndarray[tuple[int], np.dtype[np.int64]]
+    device: torch.device
+    read: str | None = None
+    _made: Sequence[tuple[int, Tensor]] = ()
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        if self.read is None:
+            self.read = f"{caller()} reads AdapterRows.groups"
+            slots = np.unique(self.slots_T).tolist()
+            groups = [(slot, np.flatnonzero(self.slots_T == slot)) for slot in slots if slot >= 0]
+            self._made = [(slot, upload(rows, self.device)) for slot, rows in groups]
+        return iter(self._made)
 
 
 class AdapterSlots:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.contracts.adapters import AdapterRows
 from infer.contracts.cache import CachePoolProtocol, KVCacheView, StatefulView
 from infer.contracts.kernels import RecorderProtocol
 from infer.contracts.model import ModelProtocol, Pass, StatefulModel
@@ -20,7 +21,7 @@ from infer.device import FixedTensor, same_bits
 log = logging.getLogger(__name__)
 
 Known = Sequence["list[int] | np.ndarray[tuple[int], np.dtype[np.int64]]"]
-"""Each row's token (or PENDING), position and slot."""
+"""Each row's token (or PENDING), position and slot, and in a pass with adapters the slot of its adapter."""
 Path = tuple[str | int, ...]
 
 
@@ -28,9 +29,9 @@ class Recording:
     """A recorded pass of one batch size, and for which rows its replay may be trusted.
 
     Whatever a model, a provider or a view reads on the host is fixed in a recording. Therefore, when a row has a token,
-    position or slot that differs from the recorded one, the pass is recorded a second time, and replayed from then on
-    only if the two recordings are equal. And no replay's result is used before one replay has been compared, bit for
-    bit, with a pass that was run.
+    position, slot or adapter that differs from the recorded one, the pass is recorded a second time, and replayed from
+    then on only if the two recordings are equal. And no replay's result is used before one replay has been compared,
+    bit for bit, with a pass that was run.
     """
 
     def __init__(self, replay: Callable[[], Tensor | str], view: KVCacheView, known: Known) -> None:
@@ -42,8 +43,8 @@ class Recording:
         self._places: list[tuple[Path, int, torch.Size]] | None = None
         """Path, address and shape of each tensor that differs from view to view."""
         self._known = {kind: list(_numbers(values)) for kind, values in enumerate(known)}
-        """Per kind (token, position, slot), the recorded value of each row. A kind is removed once every row of it has
-        varied."""
+        """Per kind (token, position, slot, adapter), the recorded value of each row. A kind is removed once every row
+        of it has varied."""
         self._varied: dict[int, set[int]] = {kind: set() for kind in self._known}
         """Per kind, the rows whose value has differed from the recorded one without changing the recording."""
 
@@ -60,7 +61,7 @@ class Recording:
         return None
 
     def trusts(self, known: Known) -> bool:
-        """Whether each row's token, position and slot is the recorded one, or is known to vary without changing the
+        """Whether all that is known of each row is the recorded value, or is known to vary without changing the
         recording. If not, the caller records again, and these rows count as varying from now on."""
         new = False
         for kind, before in list(self._known.items()):
@@ -75,8 +76,8 @@ class Recording:
 
 class DecodeGraphs:
     """Runs the model's decode passes, recorded if possible. If recording costs no more than running, each batch size is
-    recorded when it first occurs. Otherwise some sizes are recorded at the start, and a batch takes the next larger
-    one.
+    recorded when it first occurs, and again when it first occurs with adapters. Otherwise some sizes are recorded at
+    the start, without adapters, and a batch takes the next larger one.
 
     A pass that cannot be recorded, or whose replay gives other bits, is run instead, and the log says why.
     """
@@ -93,8 +94,10 @@ class DecodeGraphs:
         self.token_ids, self.positions = (
             FixedTensor(torch.zeros(max_batch_size, dtype=torch.int64, device=device)) for _ in range(2)
         )
-        self.recordings: dict[int, Recording | None] = {}
-        """Recordings by batch size; None for a size that cannot be recorded."""
+        self.recordings: dict[tuple[int, bool], Recording | None] = {}
+        """Recordings by batch size, and whether a row has an adapter; None for what cannot be recorded."""
+        self.adapting = record.cheap
+        """Whether passes with adapters may be recorded."""
         self._model = model
         self._pool = pool
         self._record = record
@@ -109,17 +112,19 @@ class DecodeGraphs:
         """The batch size at which ``num`` sequences are run."""
         return self.sizes[bisect_left(self.sizes, num)]
 
-    def run(self, rows: int, view: KVCacheView, known: Known) -> Tensor:
+    def run(self, rows: int, view: KVCacheView, known: Known, adapters: AdapterRows | None = None) -> Tensor:
         """Run or replay a decode pass of ``rows`` rows, whose input is in ``token_ids``, ``positions`` and
-        ``view``, the latest of the pool's ``decode_view``. ``known`` is each row's token, position and slot as the host
-        knows them. Returns hidden states, [rows, D], which the next run overwrites."""
-        recording = self.recordings.get(rows)
+        ``view``, the latest of the pool's ``decode_view``. ``known`` is what the host knows of each row. ``adapters``
+        are those that the model applies, if this is ``adapting``; their ``slots_T`` has the same place in each run.
+        Returns hidden states, [rows, D], which the next run overwrites."""
+        key = rows, adapters is not None
+        recording = self.recordings.get(key)
         if recording is None:
-            if self._given_up or rows in self.recordings:
+            if self._given_up or key in self.recordings:
                 return self._run(rows, view)
             hidden_TD, replay = self._recorded(rows, view)
-            why = read_on_host(view) or replay
-            self.recordings[rows] = None if isinstance(why, str) else Recording(why, view, known)
+            why = read_on_host(view, adapters) or replay
+            self.recordings[key] = None if isinstance(why, str) else Recording(why, view, known)
             if isinstance(why, str):
                 self._warn_once(why)
             return hidden_TD
@@ -127,7 +132,7 @@ class DecodeGraphs:
         if name := recording.moved(view):
             outcome = f"the views of {type(self._pool).__name__} do not stay where they are ({name})"
         elif not recording.trusts(known):
-            return self._record_again(recording, rows, view)
+            return self._record_again(recording, key, view, adapters)
         elif not recording.tried:
             return self._compare(recording, rows, view)
         else:
@@ -149,15 +154,17 @@ class DecodeGraphs:
     def _rehearsal(self, view: KVCacheView) -> AbstractContextManager[None]:
         return nullcontext() if self._stateless else cast(StatefulView, view).rehearsal()
 
-    def _record_again(self, recording: Recording, rows: int, view: KVCacheView) -> Tensor:
-        del self.recordings[rows]  # if this raises, nobody knows whether these rows may vary
-        hidden_TD, again = self._recorded(rows, view)
+    def _record_again(
+        self, recording: Recording, key: tuple[int, bool], view: KVCacheView, adapters: AdapterRows | None
+    ) -> Tensor:
+        del self.recordings[key]  # if this raises, nobody knows whether these rows may vary
+        hidden_TD, again = self._recorded(key[0], view)
         if isinstance(again, str):
             self._give_up(again)
-        elif again != recording.replay or read_on_host(view):
-            self._give_up("a pass does not do the same for every token, position and slot")
+        elif again != recording.replay or read_on_host(view, adapters):
+            self._give_up("a pass does not do the same for every token, position, slot and adapter")
         else:
-            self.recordings[rows] = recording
+            self.recordings[key] = recording
         return hidden_TD
 
     def _compare(self, recording: Recording, rows: int, view: KVCacheView) -> Tensor:
@@ -187,7 +194,7 @@ class DecodeGraphs:
             self.token_ids.tensor.fill_(0)
             self.positions.tensor.fill_(0)
             self.run(rows, self._pool.decode_view([first], rows), ())
-            if recording := self.recordings[rows]:
+            if recording := self.recordings[rows, False]:
                 if last != first:
                     self._pool.decode_view([last])
                 self.token_ids.tensor.fill_(self._model.vocab_size - 1)
@@ -209,10 +216,11 @@ class DecodeGraphs:
             log.warning("decode passes of %s are run, not replayed: %s", type(self._model).__name__, why)
 
 
-def read_on_host(view: KVCacheView) -> str | None:
-    """Who has read, from one of ``KVStorage``'s views, host values that differ between passes; None if nobody has."""
-    readers = (getattr(ragged, "read", None) for ragged in getattr(view, "raggeds", ()))
-    return next(filter(None, readers), None)
+def read_on_host(view: KVCacheView, adapters: AdapterRows | None = None) -> str | None:
+    """Who has read, from one of ``KVStorage``'s views or of adapters, host values that differ between passes; None if
+    nobody has."""
+    read = [*getattr(view, "raggeds", ()), *([] if adapters is None else [adapters.groups])]
+    return next(filter(None, (getattr(values, "read", None) for values in read)), None)
 
 
 def _numbers(values: list[int] | np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[int]:

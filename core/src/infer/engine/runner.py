@@ -15,8 +15,9 @@ from infer.contracts.kernels import KernelsProtocol
 from infer.contracts.model import ModelProtocol, Pass, ReadableModel
 from infer.contracts.request import TokenLogprobs
 from infer.device import FixedTensor, download, mark, upload
+from infer.engine.adapters import RowGroups
 from infer.engine.batch import Batch, Draw, Floats, HiddenStates, Score
-from infer.engine.graphs import DecodeGraphs
+from infer.engine.graphs import DecodeGraphs, Known
 from infer.engine.processors import apply_edits, compute_edits
 from infer.engine.sampler import Drawing, score
 from infer.errors import PluginError
@@ -88,6 +89,8 @@ class Runner:
         self._masks = Masks()
         self._last_tokens = FixedTensor(torch.zeros(max_batch_size, dtype=torch.int64, device=device))
         """The token last drawn for each slot. The next pass reads it here, because the host may not have it yet."""
+        self._adapters = FixedTensor(torch.zeros(max_batch_size, dtype=torch.int32, device=device))
+        """The slot of each row's adapter, in a pass that only decodes."""
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
@@ -156,23 +159,24 @@ class Runner:
             return self._forward(batch)
         assert isinstance(self._model, AdaptingModel)
         assert self._model.adapters is not None
-        slots_T = batch.adapters_T
-        groups = [(slot, np.flatnonzero(slots_T == slot)) for slot in np.unique(slots_T).tolist() if slot >= 0]
-        rows = AdapterRows(
-            upload(slots_T.astype(np.int32), self._device),
-            [(slot, upload(rows, self._device)) for slot, rows in groups],
-        )
-        with self._model.adapters.applied(rows):
-            return self._forward(batch)
+        slots_T = batch.adapters_T.astype(np.int32)
+        if batch.decode_only:
+            self._adapters.write(slots_T)
+            own = self._adapters.tensor[: len(slots_T)]
+        else:
+            own = upload(slots_T, self._device)
+        adapters = AdapterRows(own, RowGroups(batch.adapters_T, self._device))
+        with self._model.adapters.applied(adapters):
+            return self._forward(batch, adapters)
 
-    def _forward(self, batch: Batch) -> Tensor:
+    def _forward(self, batch: Batch, adapters: AdapterRows | None = None) -> Tensor:
         """Hidden states of the wanted rows, or of all if they are kept; a replayed pass returns padding rows after
-        them. Passes with adapters are not recorded."""
+        them."""
         if not batch.decode_only:
             view = self._pool.batched_chunked_prefill_view(batch.slots, batch.starts, batch.lens)
             rows_N = None if self._keeps_rows(batch) else upload(batch.rows_N, self._device)
             return self._model.forward(Pass(*self._inputs(batch), view, rows_N))
-        if self._graphs is None or batch.adapters_T is not None:
+        if self._graphs is None or (adapters is not None and not self._graphs.adapting):
             return self._model.forward(Pass(*self._inputs(batch), self._pool.decode_view(batch.slots)))
         rows = self._graphs.rows(len(batch.slots))
         view = self._pool.decode_view(batch.slots, rows)
@@ -180,7 +184,10 @@ class Runner:
         self._graphs.token_ids.write(padded.token_ids_T)
         self._feed(self._graphs.token_ids.tensor, padded)
         self._graphs.positions.write(padded.positions_T)
-        return self._graphs.run(rows, view, (padded.token_ids_T, padded.positions_T, batch.slots))
+        known: Known = [padded.token_ids_T, padded.positions_T, batch.slots]
+        if batch.adapters_T is not None:
+            known = [*known, batch.adapters_T]
+        return self._graphs.run(rows, view, known, adapters)
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Token ids and positions, [T] each."""

@@ -62,18 +62,21 @@ class Mixture(ctypes.Structure):
 class AdapterPart(ctypes.Structure):
     """An adapter's change of some columns of a product; ``AdapterPart`` in adapters.hpp."""
 
-    _fields_ = (
-        ("a", c_void_p),
-        ("b", c_void_p),
-        *((name, c_int64) for name in ("begin", "N", "R")),
-        ("scale", c_float),
-    )
+    _fields_ = (("b", c_void_p), *((name, c_int64) for name in ("begin", "N", "R")))
 
 
 class Adapter(ctypes.Structure):
     """An adapter's changes of one product; ``Adapter`` in adapters.hpp."""
 
-    _fields_ = (("parts", ctypes.POINTER(AdapterPart)), ("count", c_int64), ("ranks", c_int64))
+    _fields_ = (
+        *((name, c_void_p) for name in ("a", "scales")),
+        ("parts", ctypes.POINTER(AdapterPart)),
+        *((name, c_int64) for name in ("count", "ranks")),
+    )
+
+
+ADAPTER_PIECE = 4, 32
+"""How many rows and columns of A are stored together (``TOGETHER`` and ``PIECE`` in adapters.hpp)."""
 
 
 _KIND, _SIZE, _POINTER, _REAL = c_int, c_int64, c_void_p, c_float

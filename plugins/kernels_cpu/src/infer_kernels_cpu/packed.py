@@ -89,6 +89,11 @@ class Shelf:
         return part
 
 
+def small(nbytes: int) -> Any:
+    """Memory for a result that is too small for huge pages."""
+    return torch.empty(nbytes, dtype=torch.uint8).numpy()
+
+
 def room(
     count: int, dtype: torch.dtype, memory: Callable[[int], Any], weight: Tensor, kept: PackedMemory | None
 ) -> tuple[Tensor, bool]:

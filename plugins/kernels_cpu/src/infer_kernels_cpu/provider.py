@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from infer.contracts.adapters import AdapterPart, AdapterRows
 from infer.contracts.attention import KV, AttentionSpec, Ragged, Rotary
@@ -36,6 +37,7 @@ from infer_kernels_cpu.packed import (
     alike,
     biases,
     room,
+    small,
 )
 from infer_kernels_cpu.recording import Recorder
 
@@ -167,14 +169,18 @@ class CpuKernels(ReferenceKernels):
         return out
 
     def pack_adapter(self, parts: Sequence[AdapterPart]) -> PackedAdapter:
-        made, pointed = (native.AdapterPart * len(parts))(), list[Any]()
+        (rows, columns), factors, scales = native.ADAPTER_PIECE, list[Tensor](), list[float]()
+        made, packed = (native.AdapterPart * len(parts))(), list[Packed]()
         for part, (begin, (a_RK, b_NR, scale)) in zip(made, parts, strict=True):
-            a_RK, b_RN = a_RK.clone(memory_format=torch.contiguous_format), b_NR.t().contiguous().clone()
-            pointed += [a_RK, b_RN]
-            part.a, part.b, part.scale = a_RK.data_ptr(), b_RN.data_ptr(), scale
-            part.begin, part.N, part.R = begin, *b_NR.shape
-        ranks = sum(part.R for part in made)
-        return PackedAdapter(native.Adapter(made, len(made), ranks), (made, *pointed))
+            more = -len(a_RK) % rows
+            factors.append(pad(a_RK, (0, -a_RK.shape[1] % columns, 0, more)))
+            packed.append(self._pack(pad(b_NR, (0, more)), None, gated=False, memory=small))
+            part.b, part.begin, part.N, part.R = packed[-1].words.data_ptr(), begin, packed[-1].N, packed[-1].K
+            scales += [scale] * part.R
+        a = torch.cat(factors).view(len(scales) // rows, rows, -1, columns).transpose(1, 2).contiguous()
+        scales_R = torch.tensor(scales, dtype=torch.float32)
+        own = native.Adapter(a.data_ptr(), scales_R.data_ptr(), made, len(made), len(scales))
+        return PackedAdapter(own, (made, packed, a, scales_R))
 
     def adapter_table(self, slots: int) -> AdapterTable:
         return AdapterTable(slots)

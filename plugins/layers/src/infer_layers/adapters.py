@@ -38,21 +38,14 @@ class AdaptedLinear:
         self._adapters = adapters
         self._kernels = adapters.kernels
         self.table = adapters.kernels.adapter_table(adapters.slots)
-        self.filled: set[int] = set()
-        """The slots of the adapters that change this layer."""
-
-    @property
-    def wanted(self) -> bool:
-        """Whether an adapter of the pass that is computed now changes this layer."""
-        rows = self._adapters.rows
-        return rows is not None and any(slot in self.filled for slot, _ in rows.groups)
 
     def add(self, x_TK: Tensor, product_TN: Tensor) -> None:
-        """Add what adapters make of x to their rows of the product, in place."""
+        """Add what adapters make of x to their rows of the product, in place. The kernels are called in each pass with
+        adapters, so that whichever rows have one, a recorded pass does the same."""
         rows = self._adapters.rows
-        assert rows is not None
-        assert len(x_TK) == len(rows.slots_T), "a pass with adapters has all rows in all layers"
-        self._kernels.add_adapters(product_TN, x_TK, rows, self.table)
+        if rows is not None:
+            assert len(x_TK) == len(rows.slots_T), "a pass with adapters has all rows in all layers"
+            self._kernels.add_adapters(product_TN, x_TK, rows, self.table)
 
 
 class Adapters:
@@ -91,9 +84,7 @@ class Adapters:
 
     def put(self, slot: int, prepared: Mapping[AdaptedLinear, Any] | None) -> None:
         for linear in {place.linear for place in self._places.values()}:
-            packed = None if prepared is None else prepared.get(linear)
-            self.kernels.set_adapter(linear.table, slot, packed)
-            (linear.filled.discard if packed is None else linear.filled.add)(slot)
+            self.kernels.set_adapter(linear.table, slot, None if prepared is None else prepared.get(linear))
 
     @contextmanager
     def applied(self, rows: AdapterRows) -> Iterator[None]:

@@ -114,7 +114,7 @@ class Linear:
             return self._kernels.gated_linear(x_TK, self._packed[0], self._activation)
         products = [self._kernels.linear(x_TK, packed) for packed in self._packed]
         product = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
-        if self._adapted is not None and self._adapted.wanted:
+        if self._adapted is not None:
             self._adapted.add(x_TK, product)
         return product if self._activation is None else self._kernels.gated(product, self._activation)
 
