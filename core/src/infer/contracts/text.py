@@ -38,6 +38,33 @@ class PartProtocol(Protocol):
         ...
 
 
+class CallForm(NamedTuple):
+    """One way to write a call of a function with one argument, ``input``, so that a grammar can say what the input is.
+    Regular expressions are Rust's, as they stand between slashes, and ``NAME`` is the function's name in them."""
+
+    header: str
+    """A regular expression for all of a call up to ``before``. If it begins with ``^``, the call stands at the
+    beginning of the answer."""
+    named: str
+    """A regular expression for every other text by which the format's reader may take ``NAME`` to be called, or a part
+    of it, and for all that follows it: no text of an answer ends so but in a ``header``. It may begin with ``^``, or
+    with one of ``marks``, and hold no other mark."""
+    before: str
+    """A regular expression for what stands between the header and the input."""
+    after: str
+    """A regular expression for what stands behind the input."""
+    closing: str | None
+    """What the input does not hold, and ``after`` begins with, or with a line break and it. None: the input stands in a
+    JSON string."""
+    marks: tuple[str, ...] = ()
+    """The parts of these regular expressions that are texts and no expressions, outside of all groups. A text that is
+    an added token of the tokenizer has to come as that token."""
+    following: tuple[str, ...] = ()
+    """The marks of which one must follow a call, unless the answer ends; empty if anything may."""
+    hidden: tuple[str, ...] = ()
+    """Special tokens, left out of an answer's text, that may stand where no text follows."""
+
+
 class ReasoningTags(NamedTuple):
     """What stands between these at the beginning of an answer is reasoning. A prompt that ends in the opening one
     leaves the model within it."""
@@ -46,6 +73,8 @@ class ReasoningTags(NamedTuple):
     closing: str
     reader: Callable[[Tools], PartProtocol] | None = None
     """Reads a whole answer that may call these tools, if tags alone do not tell its parts."""
+    forms: tuple[CallForm, ...] = ()
+    """The ways to write a call that ``reader`` knows, as far as the model may be held to a grammar in it."""
 
 
 class ToolFormatFactory(Protocol):
@@ -59,24 +88,6 @@ class ReasoningFactory(Protocol):
     """Makes the tags of one way to write reasoning; ``settings`` is its own table, ``[model.NAME]``."""
 
     def __call__(self, settings: Any, /) -> ReasoningTags: ...
-
-
-class CallForm(NamedTuple):
-    """One way to write a call of a function with one argument, ``input``, so that a grammar can say what the input is.
-    Regular expressions are Rust's, as they stand between slashes, and ``NAME`` is the function's name in them."""
-
-    header: str
-    """A regular expression for all of a call up to ``before``."""
-    named: str
-    """A regular expression for every other text by which the format's reader may take ``NAME`` to be called, or a part
-    of it: no text of an answer holds it but in a ``header``."""
-    before: str
-    """A regular expression for what stands between the header and the input."""
-    after: str
-    """A regular expression for what stands behind the input."""
-    closing: str | None
-    """What the input does not hold, and ``after`` begins with behind a line break. None: the input stands in a JSON
-    string."""
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from infer.contracts.params import CallOutputs, ToolGrammar
 from infer.contracts.text import CallForm
+from infer.text.free_rules import FreeRules
 from infer.text.lark import bounded, escaped, quoted
 from infer.text.tool_formats.reader import SPACE
 
@@ -24,9 +25,8 @@ PREFIX = '{"calls": '
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 """Whitespace between the parts of a JSON text: enough for indentation, but bounded, so that an answer cannot go on with
 whitespace for ever."""
-_SPACES = r"[\s\x1c-\x1f]*"
-"""What the parsers of answers take for white space."""
-_LISTED = CallForm("", "", rf'\{{{SPACE}"input"{SPACE}:{SPACE}"', rf'"{SPACE}\}}{SPACE}\}}', None)
+_LISTED = (rf'\{{{SPACE}"input"{SPACE}:{SPACE}"', rf'"{SPACE}\}}{SPACE}\}}', None)
+"""What stands around the input of a call in a list."""
 
 
 class ToolGrammarError(ValueError):
@@ -51,12 +51,28 @@ def listed(functions: Sequence[Mapping[str, Any]], tools: Mapping[str, ToolGramm
     return CallOutputs(spec=_spec("listed", held, functions=others, most=most))
 
 
+class Added(NamedTuple):
+    """The added tokens that llguidance takes for special ones, with their ids."""
+
+    visible: Mapping[str, int]
+    """Those that are part of an answer's text."""
+    hidden: Mapping[str, int]
+
+
 def within(
-    tools: Sequence[ToolGrammar], forms: Sequence[CallForm], tokens: Mapping[str, int], tags: tuple[str, str] | None
+    tools: Sequence[ToolGrammar],
+    forms: Sequence[CallForm],
+    added: Added,
+    tags: tuple[str, str] | None,
+    *,
+    opened: bool = False,
 ) -> CallOutputs:
-    """The format of a free answer that may call ``tools`` in one of the ``forms``, and hold the ``visible`` tokens. It
-    may begin with reasoning between ``tags``, in which nothing is held to anything."""
-    return CallOutputs(spec=_spec("within", tools, forms=forms, tags=tags, tokens=tokens))
+    """The format of a free answer that may call ``tools`` in one of the ``forms``. It may begin with reasoning between
+    ``tags``, in which nothing is held to anything; ``opened`` means that it begins within."""
+    hidden = {mark: added.hidden[mark] for form in forms for mark in form.hidden if mark in added.hidden}
+    return CallOutputs(
+        spec=_spec("within", tools, forms=forms, tags=tags, opened=opened, tokens=added.visible, hidden=hidden)
+    )
 
 
 def compiled(source: str, fault: Callable[[str], str | None], stops: Collection[int]) -> str:
@@ -81,10 +97,15 @@ def _spec(kind: str, tools: Sequence[ToolGrammar], **more: Any) -> str:
     return json.dumps({"calls": {"kind": kind, "tools": [tool._asdict() for tool in tools], **more}})
 
 
-def visible(tokenizer: Tokenizer) -> dict[str, int]:
-    """The added tokens that are part of an answer's text and that llguidance takes for special ones, with their ids."""
-    added = tokenizer.get_added_tokens_decoder().items()
-    return {token.content: id for id, token in added if not token.special and re.fullmatch("(?s)<.*>", token.content)}
+def added(tokenizer: Tokenizer) -> Added:
+    """A tokenizer's."""
+    found = Added({}, {})
+    for id, token in tokenizer.get_added_tokens_decoder().items():
+        if token.special:
+            found.hidden[token.content] = id
+        elif re.fullmatch("(?s)<.*>", token.content):
+            found.visible[token.content] = id
+    return found
 
 
 def _own(tool: ToolGrammar) -> str:
@@ -99,12 +120,10 @@ def _grammars(lark: str, parts: Mapping[str, str] | None = None) -> str:
     return json.dumps({"grammars": [{"lark_grammar": lark}, *named]})
 
 
-def _part(tool: ToolGrammar, own: str, form: CallForm) -> str:
+def _part(tool: ToolGrammar, own: str, before: str, after: str, closing: str | None) -> str:
     """A grammar of the input of a tool and of what stands around it."""
     try:
-        if form.closing is None:
-            return quoted(own, form.before, form.after)
-        return bounded(own, form.before, form.after, form.closing)
+        return quoted(own, before, after) if closing is None else bounded(own, before, after, closing)
     except ValueError as error:
         raise ToolGrammarError(
             f"The model cannot be held to the grammar of the tool {tool.name!r} in its calls: {error}; change the "
@@ -117,7 +136,7 @@ def _listed(tools: Sequence[ToolGrammar], own: Sequence[str], functions: Sequenc
     def header(name: str) -> str:
         return rf'/\{{{SPACE}"name"{SPACE}:{SPACE}"{escaped(name)}"{SPACE},{SPACE}"arguments"{SPACE}:{SPACE}/'
 
-    parts = {f"part-{i}": _part(tool, own[i], _LISTED) for i, tool in enumerate(tools)}
+    parts = {f"part-{i}": _part(tool, own[i], *_LISTED) for i, tool in enumerate(tools)}
     calls = [f"{header(tool.name)} @{part}" for tool, part in zip(tools, parts, strict=True)]
     calls += [rf"{header(name)} %json {json.dumps(_spaced(schema))} /{SPACE}\}}/" for name, schema in functions]
     more = "" if most == 1 else f"(/{SPACE},{SPACE}/ call)*"
@@ -132,40 +151,9 @@ def _spaced(schema: Any) -> Any:
 
 
 def _within(tools: Sequence[ToolGrammar], own: Sequence[str], spec: Mapping[str, Any], stops: Collection[int]) -> str:
+    tokens, hidden = ({text: id for text, id in spec[key].items() if id not in stops} for key in ("tokens", "hidden"))
     forms = [CallForm(*form) for form in spec["forms"]]
-    calls = [(i, form) for form in forms for i in range(len(tools))]
-    parts = {f"part-{n}": _part(tools[i], own[i], form) for n, (i, form) in enumerate(calls)}
-    headers = [form.header.replace("NAME", escaped(tools[i].name)) for i, form in calls]
-    named = "|".join(form.named.replace("NAME", escaped(tools[i].name)) for i, form in calls)
-    tokens = {text: id for text, id in spec["tokens"].items() if id not in stops}
-    units = [f"TEXT? {_any(tokens.values())}"] if tokens else []
-    units += [f"call-{n} @{part}" for n, part in enumerate(parts)]
-    lines = [
-        *(f"call-{n}[lazy]: CALL-{n}\nCALL-{n}: FREE /{header}/" for n, header in enumerate(headers)),
-        f"start: {'thought*' if spec['tags'] else ''} unit* TEXT?",
-        f"unit: {' | '.join(units)}",
-        f"TEXT: /(?s:.+)/ & ~/(?s:.*)({named})(?s:.*)/",
-        f"FREE: /(?s:.*)/ & ~/(?s:.*)({named})(?s:.*)/",
-        *(_thought(spec["tags"], tokens) if spec["tags"] else ()),
-    ]
+    rules = FreeRules(forms, [tool.name for tool in tools], tokens, hidden)
+    lines = rules.lines(spec["tags"], opened=spec["opened"])
+    parts = {name: _part(tools[i], own[i], *around) for (i, *around), name in rules.parts.items()}
     return _grammars("\n".join(lines), parts)
-
-
-def _thought(tags: Sequence[str], tokens: Mapping[str, int]) -> list[str]:
-    """The rules of reasoning at the beginning of an answer."""
-    opening, closing = tags
-    first, last = escaped(opening), escaped(closing)
-    begin = f"/{_SPACES}/ <[{tokens[opening]}]>" if opening in tokens else "opened"
-    others = [id for text, id in tokens.items() if text != closing]
-    inside = f"(THOUGHT? {_any(others)})*" if others else ""
-    end = f"THOUGHT? <[{tokens[closing]}]>" if closing in tokens else "closed"
-    return [
-        f"thought: {begin} {inside} {end}",
-        f"opened[lazy]: /{_SPACES}{first}/",
-        f"closed[lazy]: /(?s:.*){last}/",
-        f"THOUGHT: /(?s:.+)/ & ~/(?s:.*){last}(?s:.*)/",
-    ]
-
-
-def _any(ids: Collection[int]) -> str:
-    return f"<[{','.join(map(str, ids))}]>"

@@ -88,9 +88,9 @@ def quoted(lark: str, before: str, after: str) -> str:
 
 def bounded(lark: str, before: str, after: str, closing: str) -> str:
     """A grammar of the texts that ``lark`` describes and that do not hold ``closing``, between texts that match two
-    regular expressions, of which ``after`` begins with a line break and ``closing``. Raises ValueError if the grammar
-    cannot be rewritten."""
-    return _Bounding(lark, closing).between(before, after)
+    regular expressions, which may be empty. ``closing`` follows: ``after`` begins with it, or with a line break and it,
+    or is empty. Raises ValueError if the grammar cannot be rewritten."""
+    return _Bounding(lark, after, closing).between(before, after)
 
 
 class _Rewriting:
@@ -100,9 +100,6 @@ class _Rewriting:
     begins as all others do, so behind a terminal that may hold one, no other can begin. That does not matter if all of
     the grammar is one terminal. It can be if no rule refers to itself; otherwise ``_check`` looks at each terminal.
     """
-
-    LONG = ""
-    """A regular expression for terminals behind which another might be missed."""
 
     def __init__(self, lark: str) -> None:
         found = list(tokens(lark))
@@ -121,19 +118,20 @@ class _Rewriting:
         """The grammar with what stands around it. Raises ValueError."""
         lines = [self._statement(statement) for statement in self._statements]
         start, whole = self._rule("start"), f"{self._prefix}0whole".upper()
+        first, last = (f"/{text}/" if text else "" for text in (before, after))
         ignored = [
             " ".join(self._body(self._once(each[1:]), False)) for each in self._statements if each[0].text == "%ignore"
         ]
         if self._ignores:
             lines.append(f"{self._ignored}: {' | '.join(f'({text})' for text in ignored)}")
         if self._flat:
-            lines += [f"{whole}: /{before}/ ({start}{self._without()}) /{after}/", f"start: {whole}"]
+            lines += [f"{whole}: {first} ({start}{self._without()}) {last}", f"start: {whole}"]
             return "\n".join(lines)
         if self._ignores:
             lines.append(f"%ignore {self._named(self._ignored)}")
-        lines += [f"{name}: {text}{self._without()}" for text, name in self._terminals.items()]
+        lines += [f"{name}: {text}" for text, name in self._terminals.items()]
         self._check("\n".join(lines))
-        return "\n".join([*lines, f"start: /{before}/ {start} /{after}/"])
+        return "\n".join([*lines, f"start: {first} {start} {last}"])
 
     def _once(self, body: Sequence[Token]) -> Sequence[Token]:
         """What is ignored without the sign that it may repeat, since all that is ignored may."""
@@ -154,18 +152,20 @@ class _Rewriting:
         )
 
     def _without(self) -> str:
-        """What a terminal is intersected with."""
+        """What the one terminal of a flat grammar is intersected with."""
         return ""
 
+    def _faults(self) -> Iterator[tuple[str, str]]:
+        """What no terminal in rules may match: regular expressions, each with what is wrong with one that does."""
+        raise NotImplementedError
+
     def _check(self, lark: str) -> None:
-        """Raise ValueError if another terminal might be missed behind one of those in rules."""
+        """Raise ValueError if a terminal in rules may hide where another one or what follows begins."""
         for text, name in self._terminals.items():
-            if _starts(f"{lark}\nstart: CHECKED\nCHECKED: {name} & /{self.LONG}/"):
-                which = "what it ignores" if text == self._ignored else text
-                raise ValueError(
-                    f"as a rule of it refers to itself, each terminal must end before a line break or another "
-                    f"character that is escaped, or consist of one, and {which} need not"
-                )
+            for regex, fault in self._faults():
+                if _starts(f"{lark}\nstart: CHECKED\nCHECKED: {name} & /{regex}/"):
+                    which = "what it ignores" if text == self._ignored else text
+                    raise ValueError(f"as a rule of it refers to itself, {fault.replace('{}', which)}")
 
     def _rule(self, name: str) -> str:
         """The name that a rule gets."""
@@ -236,8 +236,14 @@ class _Rewriting:
         return text
 
 
+_ALONE = (
+    "each terminal must end before a line break or another character that is escaped, or consist of one, and {} need not"
+)
+
+
 class _Quoting(_Rewriting):
-    LONG = r"([^\\]|\\(?s:.))+\\(?s:.*)"
+    def _faults(self) -> Iterator[tuple[str, str]]:
+        yield r"([^\\]|\\(?s:.))+\\(?s:.*)", _ALONE
 
     def _range(self, first: str, last: str) -> str:
         ends = [_literal(text) for text in (first, last)]
@@ -257,14 +263,22 @@ class _Quoting(_Rewriting):
 
 
 class _Bounding(_Rewriting):
-    LONG = r"(?s:.+)\n(?s:.*)"
-
-    def __init__(self, lark: str, closing: str) -> None:
+    def __init__(self, lark: str, after: str, closing: str) -> None:
         super().__init__(lark)
-        self._closing = closing
+        self._after, self._closing = after, closing
 
     def _without(self) -> str:
         return f" & ~/(?s:.*){escaped(self._closing)}(?s:.*)/"
+
+    def _faults(self) -> Iterator[tuple[str, str]]:
+        if self._after.startswith(r"\n"):
+            yield r"(?s:.+)\n(?s:.*)", _ALONE
+        # The closing text might arise from several terminals.
+        first = self._closing[0]
+        yield (
+            f"(?s:.*){escaped(first)}(?s:.*)",
+            f"no terminal may hold {first!r}, with which {self._closing} begins behind the input, and {{}} may",
+        )
 
 
 def escaped(text: str) -> str:

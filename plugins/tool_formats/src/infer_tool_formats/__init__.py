@@ -44,13 +44,17 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
                 scripted(functools.partial(xml.xml, name=name)),
                 says,
                 marks=xml.TOKENS[name],
-                forms=(xml.FORM,) if name == "xml" else (),
+                forms=xml.FORMS.get(name, ()),
             )
             for name, says in xmls.items()
         ),
         *(
             ToolFormatRegistration(
-                name, scripted(functools.partial(sections.sections, name=name)), says, marks=sections.TOKENS[name]
+                name,
+                scripted(functools.partial(sections.sections, name=name)),
+                says,
+                marks=sections.TOKENS[name],
+                forms=sections.FORMS[name],
             )
             for name, says in sectioned.items()
         ),
@@ -58,7 +62,11 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
             "action", scripted(objects.announced), "JSON objects behind Action: (Command R)", forms=(objects.FORM,)
         ),
         ToolFormatRegistration(
-            "gemma", scripted(gemma.gemma), "objects with tokens around strings (Gemma 4)", marks=gemma.TOKENS
+            "gemma",
+            scripted(gemma.gemma),
+            "objects with tokens around strings (Gemma 4)",
+            marks=gemma.TOKENS,
+            forms=gemma.FORMS,
         ),
         ToolFormatRegistration(
             "mistral",
@@ -68,7 +76,11 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
             forms=mistral.FORMS,
         ),
         ToolFormatRegistration(
-            "harmony", scripted(harmony.harmony), "messages to functions, in channels (gpt-oss)", marks=harmony.TOKENS
+            "harmony",
+            scripted(harmony.harmony),
+            "messages to functions, in channels (gpt-oss)",
+            marks=harmony.TOKENS,
+            forms=harmony.FORMS,
         ),
         ToolFormatRegistration(
             "python", scripted(python.python), "Python's calls (Llama 4, LFM2)", priority=-10, marks=python.TOKENS
@@ -87,7 +99,10 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
 @hookimpl
 def infer_reasoning_formats() -> list[Registration[ReasoningFactory]]:
     channels = ReasoningTags(
-        harmony.OPENING, harmony.CLOSING, lambda tools: Script(functools.partial(harmony.harmony, tools=tools))
+        harmony.OPENING,
+        harmony.CLOSING,
+        lambda tools: Script(functools.partial(harmony.harmony, tools=tools)),
+        harmony.FORMS,
     )
     tags = {
         "think": ("<think>", "</think>", "between <think> tags"),

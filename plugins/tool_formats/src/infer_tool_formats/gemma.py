@@ -6,8 +6,10 @@ from __future__ import annotations
 import functools
 import re
 
-from infer.contracts.text import Piece, Tools
+from infer.contracts.text import CallForm, Piece, Tools
 from infer.text.tool_formats.reader import (
+    BLANK,
+    SPACE,
     Extent,
     Marks,
     Reader,
@@ -29,6 +31,17 @@ AFTER = ("<|tool_response>", "<start_function_response>")
 """Where the model waits for a call's result."""
 REASONING = ("<|channel>", "<channel|>")
 TOKENS = (*QUOTES, *QUOTES.values(), *CLOSINGS.values(), *AFTER, *REASONING)
+FORMS = tuple(
+    CallForm(
+        header=rf"{opening}{SPACE}call:NAME{SPACE}\{{{SPACE}input{SPACE}:{SPACE}{quote}",
+        named=rf"{opening}[{BLANK}]*call:NAME([\{{{BLANK}](?s:.*))?",
+        before="",
+        after=rf"{quote}{SPACE}\}}",
+        closing=quote,
+        marks=(opening, quote),
+    )
+    for opening, quote in QUOTES.items()
+)
 _HEADER = re.compile(r"<[|\w]+>\s*call:(?P<name>[\w.-]{1,256})\s*(?=\{)")
 _MARKS = Marks(*QUOTES, *CLOSINGS.values(), *AFTER)
 _NO_KEY = re.compile(r'[:,{}\[\]<"]')

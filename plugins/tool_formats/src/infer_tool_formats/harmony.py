@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-from infer.contracts.text import Piece, PieceKind, Tools
-from infer.text.tool_formats.reader import Marks, Reader, Steps, comes, prose
+from infer.contracts.text import CallForm, Piece, PieceKind, Tools
+from infer.text.tool_formats.reader import BLANK, IN_JSON, SPACE, Marks, Reader, Steps, comes, prose
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
@@ -25,6 +25,32 @@ _HEADER = re.compile(
 )
 _BEGINNINGS = (START, CHANNEL, CONSTRAIN, MESSAGE)
 _MARKS = Marks(*_BEGINNINGS, END, RETURN, CALL)
+_S, _W = r"[ \n]{0,4}", r"[a-z_]{0,16}"
+_GIVEN = r"to=(functions\.)?NAME"
+_KINDS = (rf"(?:[ \n]{{1,4}}{_W})?{_S}{MESSAGE}", rf"{_S}{CONSTRAIN}{_W}{_S}{MESSAGE}")
+"""What may follow the recipient or the channel in a header: the kind of content, as a word or behind a mark."""
+_FORM = CallForm(
+    header="",
+    named="",
+    before=IN_JSON[0],
+    after=IN_JSON[1] + SPACE,
+    closing=None,
+    marks=(START, CHANNEL, CONSTRAIN, MESSAGE),
+    following=(START, CHANNEL, END, RETURN, CALL),
+    hidden=(END,),
+)
+_NAMED = rf"to=(functions\.)?NAME([<{BLANK}](?s:.*))?"
+FORMS = tuple(
+    _FORM._replace(header=begin + kind, named=named)
+    for begin, named in (
+        (f"{CHANNEL}{_W}{_S}{_GIVEN}", f"{CHANNEL}[^<]*{_NAMED}"),
+        (f"{START}assistant{_S}{_GIVEN}{_S}{CHANNEL}{_W}", f"{START}[^<]*{_NAMED}"),
+        (f"^ ?{_GIVEN}{_S}{CHANNEL}{_W}", f"^ ?{_NAMED}"),
+    )
+    for kind in _KINDS
+)
+"""A function is named behind the channel or behind the role, of which the prompt has written the first. Its arguments
+are JSON, as those of all functions."""
 
 
 def harmony(reader: Reader, tools: Tools) -> Steps[None]:

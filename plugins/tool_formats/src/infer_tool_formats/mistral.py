@@ -16,7 +16,7 @@ FORMS = (
     FORM,
     CallForm(
         header=r"\[TOOL_CALLS\]\s*NAME\s*(\[CALL_ID\]\s*[\w-]{0,64}\s*)?(\[ARGS\]\s*)?\{",
-        named=r"\[TOOL_CALLS\][\s\x1c-\x1f]*NAME[^A-Za-z0-9_.:-]",
+        named=r"\[TOOL_CALLS\][\s\x1c-\x1f]*NAME[^A-Za-z0-9_.:-](?s:.*)",
         before=rf'{SPACE}"input"{SPACE}:{SPACE}"',
         after=rf'"{SPACE}\}}',
         closing=None,

@@ -68,7 +68,7 @@ FORM = CallForm(
     header=rf'\{{{_S}("type"{_S}:{_S}"function"{_S},{_S})?("tool_call_id"{_S}:{_S}"{_ID}"{_S},{_S})?'
     rf'"(tool_)?name"{_S}:{_S}"NAME"{_S},{_S}"(arguments|parameters)"{_S}:',
     named=rf'"(name|tool_name|function|[^"\\]*\\u00[^"]*)"{_ANY}:{_ANY}"'
-    r'(NAME"|[^"\\]*\\u00([4-7]|2[dDeE]|3[0-9aA]))|<\|tools_prefix\|>',
+    r'(NAME"|[^"\\]*\\u00([4-7]|2[dDeE]|3[0-9aA]))(?s:.*)|<\|tools_prefix\|>(?s:.*)',
     before=rf'{SPACE}\{{{SPACE}"input"{SPACE}:{SPACE}"',
     after=rf'"{SPACE}\}}{SPACE}(,{SPACE}"id"{SPACE}:{SPACE}"{_ID}"{SPACE})?\}}',
     closing=None,

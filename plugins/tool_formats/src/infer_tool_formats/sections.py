@@ -6,8 +6,20 @@ import functools
 import re
 from typing import NamedTuple
 
-from infer.contracts.text import Piece, Tools
-from infer.text.tool_formats.reader import Marks, Reader, Steps, arguments, begin_call, comes, prose, spaces
+from infer.contracts.text import CallForm, Piece, Tools
+from infer.text.tool_formats.reader import (
+    BLANK,
+    IN_JSON,
+    SPACE,
+    Marks,
+    Reader,
+    Steps,
+    arguments,
+    begin_call,
+    comes,
+    prose,
+    spaces,
+)
 from infer_tool_formats.objects import FENCE
 
 
@@ -55,6 +67,52 @@ DIALECTS = {
     ),
 }
 """By the names of the formats."""
+_NAMED = rf"[{BLANK}]*NAME([<{BLANK}](?s:.*))?"
+_DEEPSEEK = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>")
+_KIMI = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>")
+_SOLAR = ("<|tool_call:begin|>", "<|tool_call:name|>", "<|tool_call:args|>")
+_CODE = rf"(```(json)?{SPACE})?"
+FORMS: dict[str, tuple[CallForm, ...]] = {
+    "deepseek": (
+        CallForm(
+            header=f"{_DEEPSEEK[0]}{SPACE}NAME{SPACE}{_DEEPSEEK[1]}",
+            named=f"{_DEEPSEEK[0]}{_NAMED}",
+            before=f"{SPACE}{_CODE}{IN_JSON[0]}",
+            after=IN_JSON[1],
+            closing=None,
+            marks=_DEEPSEEK,
+        ),
+        CallForm(
+            header=rf"{_DEEPSEEK[0]}{SPACE}function{_DEEPSEEK[1]}NAME[ \t]{{0,20}}\n",
+            named=f"{_DEEPSEEK[1]}{_NAMED}",
+            before=f"{SPACE}{_CODE}{IN_JSON[0]}",
+            after=IN_JSON[1],
+            closing=None,
+            marks=_DEEPSEEK,
+        ),
+    ),
+    "kimi": (
+        CallForm(
+            header=rf"{_KIMI[0]}{SPACE}(functions\.)?NAME(:[0-9]{{1,9}})?{SPACE}{_KIMI[1]}",
+            named=rf"{_KIMI[0]}[{BLANK}]*(functions\.)?NAME([<:{BLANK}](?s:.*))?",
+            before=IN_JSON[0],
+            after=IN_JSON[1],
+            closing=None,
+            marks=_KIMI,
+        ),
+    ),
+    "solar": (
+        CallForm(
+            header=f"{_SOLAR[0]}[^<]{{0,128}}{_SOLAR[1]}{SPACE}NAME{SPACE}{_SOLAR[2]}",
+            named=f"{_SOLAR[1]}{_NAMED}",
+            before=IN_JSON[0],
+            after=IN_JSON[1],
+            closing=None,
+            marks=_SOLAR,
+        ),
+    ),
+}
+"""DeepSeek's are V3.1's and V3's."""
 TOKENS: dict[str, tuple[str, ...]] = {
     "deepseek": (*DIALECTS["deepseek"].dropped, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
     "kimi": (

@@ -14,6 +14,7 @@ from pydantic_core import from_json
 
 from infer.contracts.text import CallForm, Piece, Tools
 from infer.text.tool_formats.reader import (
+    BLANK,
     LOOK_AHEAD,
     Marks,
     Reader,
@@ -117,15 +118,51 @@ QWEN = Dialect(
 )
 FORM = CallForm(
     header="<function=NAME>",
-    named="<function=NAME>",
+    named="<function=NAME>(?s:.*)",
     before=rf"{WHITE}<parameter=input>\n",
     after=rf"\n<\/parameter>{WHITE}<\/function>",
     closing="</parameter>",
 )
 """``QWEN``'s."""
-DSML = "｜DSML｜"
+
+
+def _glm_form(suffix: str, separator: str) -> CallForm:
+    call, key, text = (f"<{tag}{suffix}>" for tag in ("tool_call", "arg_key", "arg_value"))
+    end_call, end_key, end_text = (f"</{mark[1:]}" for mark in (call, key, text))
+    return CallForm(
+        header=f"{call}{WHITE}NAME{WHITE}{separator}{key}{WHITE}input{WHITE}{end_key}{WHITE}{text}",
+        named=rf"{call}[{BLANK}]*NAME([<{BLANK}](?s:.*))?",
+        before="",
+        after=f"{end_text}{WHITE}{end_call}",
+        closing=end_text,
+        marks=(call, key, text, end_call, end_key, end_text, f"<tool_sep{suffix}>"),
+    )
+
+
+GLM_FORMS = (_glm_form("", ""), _glm_form(":opensource", f"<tool_sep:opensource>{WHITE}"))
+"""GLM's and Hunyuan's."""
 SPACE = "]<]minimax[>["
 """What MiniMax M3's tags begin with: a token that text does not contain."""
+MINIMAX_FORMS = (
+    CallForm(
+        header='<invoke name="NAME">',
+        named='<invoke name="NAME">(?s:.*)',
+        before=f'{WHITE}<parameter name="input">',
+        after=rf"<\/parameter>{WHITE}<\/invoke>",
+        closing="</parameter>",
+        marks=(SPACE,),
+    ),
+    CallForm(
+        header=f'{SPACE}<invoke name="NAME">',
+        named='<invoke name="NAME">(?s:.*)',
+        before=f"{WHITE}{SPACE}<input>",
+        after=rf"{SPACE}<\/input>{WHITE}{SPACE}<\/invoke>",
+        closing=f"{SPACE}</input>",
+        marks=(SPACE,),
+    ),
+)
+"""M2's and M3's."""
+DSML = "｜DSML｜"
 MINIMAX3 = Dialect(
     f'{SPACE}<invoke name="',
     re.compile(rf'{re.escape(SPACE)}<invoke name="(?P<name>[^"]{{0,256}})">'),
@@ -162,6 +199,8 @@ DIALECTS: dict[str, tuple[Dialect, ...]] = {
     "kimi3": (KIMI3,),
 }
 """By the names of the formats."""
+FORMS = {"xml": (FORM,), "glm": GLM_FORMS, "minimax": MINIMAX_FORMS}
+"""Those of formats in which the model may be held to grammars."""
 TOKENS: dict[str, tuple[str, ...]] = {
     "xml": (*QWEN.around, *QWEN.around.values()),
     "glm": tuple(

@@ -22,6 +22,10 @@ LOOK_AHEAD = 512
 """What stands before a call's arguments is not longer."""
 SPACE = r"[ \n\r\t]{0,20}"
 """A regular expression for white space in a call that a grammar holds, bounded as ``WHITESPACE`` is."""
+BLANK = r"\s\x1c-\x1f"
+"""What readers take for white space, for a class of characters."""
+IN_JSON = (rf'{SPACE}\{{{SPACE}"input"{SPACE}:{SPACE}"', rf'"{SPACE}\}}')
+"""What stands around the input in the arguments of a call that are JSON (``CallForm.before`` and ``after``)."""
 Steps = Generator[Piece | None, None, T]
 
 
