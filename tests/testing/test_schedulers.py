@@ -222,11 +222,9 @@ planted("what is not computed yet is shared", "drains", r"commit says that \d+ t
 
 
 def admits_pending(self: Seats, sequence: Sequence, step: Step) -> bool:
-    pending, sequence.pending = sequence.pending, 0
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sequence, "pending", 0)
         return Seats.admit(self, sequence, step)
-    finally:
-        sequence.pending = pending
 
 
 planted("who was preempted is admitted before its token is known", "late_results", "called with a PENDING token")(

@@ -60,7 +60,7 @@ class Handle:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         llm.loop.submit(request, self._post)
 
-    def _post(self, events: list[Event]) -> None:
+    def _post(self, events: Sequence[Event]) -> None:
         for event in events:
             self._events.put(event)
 
@@ -116,7 +116,7 @@ class LLM:
             raise RequestError(f"{len(many)} prompts came with {len(each)} SamplingParams.", param="params")
         waiting = [self.request(prompt, p, adapter=adapter) for prompt, p in zip(many, each, strict=True)]
         answers = {request.id: Completion(request.prompt_token_ids) for request in waiting}
-        mailbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+        mailbox: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
         left, running = len(waiting), 0
         with bar("prompts", left) as done:
             while left:

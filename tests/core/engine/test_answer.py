@@ -43,7 +43,6 @@ def test_the_end_and_characters_of_several_tokens_are_seen_among_tokens_that_onl
     )
     answer = Answer(sequence, texts, frozenset({EOS}), counts := Counts())
     sequence.tokens += [PENDING] * len(tokens)
-    sequence.pending = len(tokens)
     *events, last = [answer.take(token, None) for token in tokens]
     assert "".join(event.text for event in (*events, last)) == text
     assert (last.finish_reason, last.stop_reason) == why

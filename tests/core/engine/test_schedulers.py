@@ -107,10 +107,10 @@ def test_who_was_preempted_comes_back_once_its_last_token_is_known() -> None:
     seats, one = driver.scheduler.seats, sequence(0, 3, 9)
     driver.scheduler.add(one)
     driver.step()
-    one.tokens[-1], one.pending = PENDING, 1  # drawn, and not read back
+    one.tokens[-1] = PENDING  # drawn, and not read back
     seats.preempt(one)
     assert tokens(driver.step()) == 0
-    one.tokens[-1], one.pending = 7, 0
+    one.tokens[-1] = 7
     assert chunks(driver.step()) == [("r0", 0, 4)]
 
 
@@ -398,7 +398,6 @@ def test_a_first_whose_last_token_is_not_read_yet_has_its_prompt_in_the_cache() 
     (first, *_) = (work.sequence for work in driver.scheduler.schedule().prefills)
     first.num_computed = 6
     first.tokens.append(PENDING)
-    first.pending = 1
     assert [c for c in chunks(driver.scheduler.schedule()) if c[0] != "r3"] == [("r1", 5, 1), ("r2", 5, 1)]
 
 

@@ -51,8 +51,6 @@ class Sequence:
     counted: int = 0
     """Up to which position its owner's account has been charged; what is computed again costs nothing. Set by a
     scheduler that keeps accounts."""
-    pending: int = 0
-    """How many PENDING tokens ``tokens`` ends with. Set by the engine."""
     proposed: int = 0
     """How many draft tokens have been verified for it. Set by the engine."""
     accepted: int = 0
@@ -78,6 +76,14 @@ class Sequence:
         """It has no slot any more, and is computed again because a pass raised."""
         self.slot, self.num_computed, self.prefill_end = None, 0, 0
         self.isolations += 1
+
+    @property
+    def pending(self) -> int:
+        """How many PENDING tokens ``tokens`` ends with."""
+        count = 0
+        while self.tokens[-1 - count] == PENDING:
+            count += 1
+        return count
 
     @property
     def recomputed(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from infer.contracts.scheduler import Sequence
 from infer.engine.batch import Floats
 from infer.engine.processors import LogitsProcessor
 from infer.engine.reporting import Counts
-from infer.text.detokenizer import TextStream, TokenTexts
+from infer.text.detokenizer import NOTHING, TextStream, TokenTexts
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +35,15 @@ class Answer:
         "_find",
         "_id",
         "_left",
-        "_plain",
-        "_stops",
         "_sum",
         "_text",
         "ended",
         "first_token",
+        "plain",
         "processor",
         "prompt_logprobs",
         "sequence",
+        "stops",
     )  # fmt: skip
 
     def __init__(
@@ -60,7 +60,8 @@ class Answer:
         self._counts = counts
         self._clock = clock
         stops = frozenset() if params.ignore_eos else eos_token_ids
-        self._stops = stops.union(params.stop_token_ids) if params.stop_token_ids else stops
+        self.stops = stops.union(params.stop_token_ids) if params.stop_token_ids else stops
+        """The tokens that end the answer."""
         self._text: TextStream | None = None
         self._fault: str | None = None
         self.sequence = sequence
@@ -79,12 +80,12 @@ class Answer:
             if texts is not None and request.pooling is None:
                 self._text = TextStream(texts, request.prompt_token_ids, params.stop)
             if params.edits_logits:
-                self.processor = LogitsProcessor(request, self._stops)
+                self.processor = LogitsProcessor(request, self.stops)
         except BaseException as error:  # a panic in Rust code is not an Exception
             self._fail(error)
-        self._plain: Mapping[int, str] = {}
+        self.plain = NOTHING
         """The texts of tokens that change nothing but the text, provided that they do not end the answer. Empty before
-        the first token, which changes more."""
+        the first token, which changes more, and once the answer has ended."""
         self._decode = None if self._text is None else self._text.decode
         self._find = None if self._text is None else self._text.find
 
@@ -105,12 +106,11 @@ class Answer:
         if token is None:
             return self._take_none()
         sequence = self.sequence
-        tokens, pending = sequence.tokens, sequence.pending
-        tokens[-pending] = token
-        sequence.pending = pending - 1
+        tokens = sequence.tokens
+        tokens[-sequence.pending] = token
         self._counts.generated += 1
-        text = self._plain.get(token)
-        if text is None or token in self._stops or len(tokens) >= sequence.max_len:
+        text = self.plain.get(token)
+        if text is None or token in self.stops or len(tokens) >= sequence.max_len:
             return self._weigh(token, logprobs)
         scored = () if logprobs is None else (logprobs,)
         return tuple.__new__(  # in a third of the constructor's time
@@ -129,7 +129,7 @@ class Answer:
         reason: FinishReason | None = None
         stop: int | str | None = None
         text = ""
-        if token in self._stops:
+        if token in self.stops:
             reason = "stop"
             if token in sequence.request.params.stop_token_ids:
                 stop = token
@@ -149,7 +149,7 @@ class Answer:
             elif len(sequence.tokens) - sequence.pending >= sequence.max_len:
                 reason = "length"
         if self._text is not None:
-            self._plain = self._text.plain
+            self.plain = self._text.plain
         scored = () if logprobs is None else (logprobs,)
         event = Event(self._id, (token,), text, scored, prompt_logprobs, num_cached=sequence.num_cached)
         return event if reason is None else self._last(event, reason, stop)
@@ -181,7 +181,7 @@ class Answer:
     def _last(self, event: Event, reason: FinishReason, stop: int | str | None, error: str | None = None) -> Event:
         """Make ``event`` the last one: add the text that was held back, and the reason. A fault of this answer
         overrides any other reason."""
-        self.ended = True
+        self.ended, self.plain = True, NOTHING
         text = event.text
         if self._text is not None and not isinstance(stop, str):
             try:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, FinishReason, Request, TokenLogprobs
 from infer.contracts.scheduler import PENDING, Schedule, SchedulerProtocol, Sequence, Work, Works
 from infer.engine.answer import Answer
+from infer.engine.answers import Answers
 from infer.engine.batch import Batch, Draw, HiddenStates, Score, pack
 from infer.engine.confirmation import Confirmation
 from infer.engine.isolation import Isolation
@@ -65,7 +67,7 @@ class _Flight(NamedTuple):
 
     launched: Launched
     readouts: Seq[Score | HiddenStates | Draw]
-    answers: list[Answer]
+    answers: Seq[Answer] | Answers
     """One for each sequence of the batch."""
     works: Works
 
@@ -92,7 +94,7 @@ class Engine:
         eos_token_ids: frozenset[int],
         max_seq_len: int,
         lag: int,
-        publish: Callable[[list[Event]], None],
+        publish: Callable[[Seq[Event]], None],
         notify: Notify,
         speculation: Speculation | None = None,
         confirmation: Confirmation | None = None,
@@ -122,6 +124,8 @@ class Engine:
         """Of the passes whose results the step has read."""
         self._answers: dict[str, Answer] = {}
         """The answers of all open requests, by request id."""
+        self._decoding = Answers([], [], self._reporter.counts)
+        """The answers of the last pass that only decoded."""
         self._processors: dict[Sequence, LogitsProcessor] = {}
         """Those of open requests that edit logits. Each needs every token before it can edit the next logits."""
         self._arrivals = 0
@@ -265,7 +269,6 @@ class Engine:
 
     def _launch(self, works: Works) -> BaseException | None:
         """Launch a pass and record what it will have computed; return why it failed, if it did."""
-        answers = [self._answers[sequence.id] for sequence in works.sequences]
         try:
             batch = pack(works, self._processors, adapted=self._adapted > 0)
             launched = self._runner.launch(batch)
@@ -276,15 +279,24 @@ class Engine:
         if launched.hidden_TD is not None and self._speculation is not None:
             self._speculation.read(works, launched.hidden_TD)
             launched = launched._replace(hidden_TD=None)  # it need not be kept while the pass is in flight
-        self._in_flight.append(_Flight(launched, batch.readouts, answers, works))
+        answers: Seq[Answer] | Answers
         if batch.decode_only:
+            answers = self._decode_together(works.sequences)
             for sequence, start in zip(works.sequences, works.starts, strict=True):
                 sequence.num_computed = start + 1
                 sequence.tokens.append(PENDING)
-                sequence.pending += 1
         else:
+            answers = [self._answers[sequence.id] for sequence in works.sequences]
             _advance(works, batch, self._clock())
+        self._in_flight.append(_Flight(launched, batch.readouts, answers, works))
         return None
+
+    def _decode_together(self, sequences: Seq[Sequence]) -> Answers:
+        """The sequences' answers: those of the last decodes, if nobody has come or gone."""
+        if self._decoding.sequences != [*sequences]:
+            answers = [self._answers[sequence.id] for sequence in sequences]
+            self._decoding = Answers(sequences, answers, self._reporter.counts)
+        return self._decoding
 
     def _isolate(self, works: Works, error: BaseException) -> list[Event]:
         """End the culprits of a pass that raised, and return their events. The others give up their slots and are
@@ -322,14 +334,15 @@ class Engine:
             self._pool.free(place.slot)
         return True
 
-    def _settle(self, left: int) -> list[Event]:
+    def _settle(self, left: int) -> Seq[Event]:
         """Read the results of all but the last ``left`` passes in flight and return an event for every token. Tokens of
         sequences that ended while the pass was in flight are dropped, and so are those after a wrong draft token."""
-        events: list[Event] = []
+        settled: list[Seq[Event]] = []
         while len(self._in_flight) > left:
             launched, readouts, answers, works = self._in_flight.popleft()
             results = launched.results()  # not caught: a device that fails here does not recover
             self._settled.append(works)
+            events: list[Event] = []
             for readout, result in zip(readouts, results, strict=True):
                 match readout, result:
                     case Score(of=b), list():
@@ -338,6 +351,12 @@ class Engine:
                         if not answers[b].ended and (last := answers[b].pool(result)):
                             events.append(last)
                             self._leave(answers[b], last)
+                    case Draw(positions_N=at), Drawn(tokens, logprobs) if isinstance(answers, Answers):
+                        taken = answers.take(at.tolist(), tokens, logprobs)
+                        settled.append(taken)
+                        for event in taken.whole:
+                            if event.finish_reason is not None:
+                                self._leave(self._answers[event.request_id], event)
                     case Draw(of=of), Drawn(tokens, logprobs):
                         drawn: Iterable[_Token] = zip(map(answers.__getitem__, of), tokens, logprobs, strict=True)
                         if readout.last_M is not None:
@@ -350,7 +369,9 @@ class Engine:
                                     self._leave(answer, event)
                     case _:
                         raise TypeError(f"a {type(readout).__name__} yielded a {type(result).__name__}")
-        return events
+            if events:
+                settled.append(events)
+        return settled[0] if len(settled) == 1 else [*chain(*settled)]
 
     def _verified(
         self, drawn: Iterable[_Token], works: Works, of: Seq[int], tokens: Seq[int | None]
@@ -398,7 +419,6 @@ def _advance(works: Works, batch: Batch, now: float) -> None:
         sequence.num_computed = start + length
         if draws:
             sequence.tokens.append(PENDING)
-            sequence.pending += 1
         if not decode and sequence.started is None:
             sequence.started = now
     for readout in batch.readouts:

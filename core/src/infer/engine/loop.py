@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -17,11 +17,12 @@ from infer.contracts.adapters import Adapter
 from infer.contracts.request import Event, Request
 from infer.engine.adapters import AdapterSlots
 from infer.engine.engine import Abort, Engine, Errand
+from infer.engine.events import Events
 from infer.errors import EngineDeadError, InferError, QueueFullError, one_line
 
 log = logging.getLogger(__name__)
 
-Mailbox = Callable[[list[Event]], None]
+Mailbox = Callable[[Sequence[Event]], None]
 """Receives the events of a client's requests. It is called in the engine's thread, once per pass, with all events of
 that client. If it raises, the requests of these events are aborted."""
 
@@ -72,6 +73,10 @@ class EngineLoop:
         """When the step that runs now began its last pass, on ``clock``."""
         self._open: dict[str, tuple[Mailbox, str, Adapter | None]] = {}
         """The mailbox, group and adapter of each open request, by request id."""
+        self._addressed: Sequence[str] = ()
+        """The ids of the last events that came as columns."""
+        self._address: Mailbox | None = None
+        """Their mailbox, if all have the same."""
         self._errands: set[Future[None]] = set()
         """What is still to be done between two steps."""
         self._sharing: Counter[str] = Counter()
@@ -284,18 +289,17 @@ class EngineLoop:
         """A step, or a pass of it, begins."""
         self._stepping = self._clock()
 
-    def _publish(self, events: list[Event]) -> None:
+    def _publish(self, events: Sequence[Event]) -> None:
         ended: list[Adapter | None] = []
         with self._lock:
-            letters: defaultdict[Mailbox, list[Event]] = defaultdict(list)
-            for event in events:
+            letters = self._letters(events)
+            for event in events.whole if isinstance(events, Events) else events:
                 found = self._open.get(event.request_id)
                 if found is None:
                     continue  # its end was published before the engine stopped
-                mailbox, group, adapter = found
+                _, group, adapter = found
                 if group:
                     self._sharing.pop(group, None)
-                letters[mailbox].append(event)
                 if event.finish_reason is not None:
                     del self._open[event.request_id]
                     self._total_tokens -= self._open_tokens.pop(event.request_id)
@@ -313,6 +317,20 @@ class EngineLoop:
                 for event in mine:
                     if event.finish_reason is None:
                         self.abort(event.request_id)
+
+    def _letters(self, events: Sequence[Event]) -> Mapping[Mailbox, Sequence[Event]]:
+        """Each mailbox's events. Columns go whole to their mailbox if all have the same, as a server's requests do."""
+        if isinstance(events, Events):
+            if events.ids is not self._addressed:
+                found = {self._open[id][0] for id in events.ids if id in self._open}
+                self._addressed, self._address = events.ids, found.pop() if len(found) == 1 else None
+            if self._address is not None:
+                return {self._address: events} if events else {}
+        letters: defaultdict[Mailbox, list[Event]] = defaultdict(list)
+        for event in events:
+            if event.request_id in self._open:
+                letters[self._open[event.request_id][0]].append(event)
+        return letters
 
 
 AT_ONCE = 8
@@ -388,11 +406,11 @@ class AsyncDoor:
                 del self._queues[request_id]
                 self._engine_loop.abort(request_id)
 
-    def _post(self, events: list[Event]) -> None:
+    def _post(self, events: Sequence[Event]) -> None:
         """Called in the engine's thread; wakes the event loop once for all events of a pass."""
         self._asyncio_loop.call_soon_threadsafe(self._deliver, events)
 
-    def _deliver(self, events: list[Event]) -> None:
+    def _deliver(self, events: Sequence[Event]) -> None:
         for event in events:
             if self._charge is not None and (debt := self._debts.get(event.request_id)) is not None:
                 if event.finish_reason is not None:

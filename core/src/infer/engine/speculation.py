@@ -195,7 +195,6 @@ class Speculation:
                 sequence.num_computed -= len(drafts) - right
                 self._truncate(sequence.slot, sequence.num_computed)
             sequence.tokens += [PENDING] * right
-            sequence.pending += right
             sequence.proposed += len(drafts)
             self._payoff.verified(sequence, len(drafts), right)
         return wrong

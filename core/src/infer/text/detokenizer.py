@@ -7,7 +7,7 @@ import functools
 import json
 import re
 from codecs import utf_8_decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -209,7 +209,7 @@ class ContextDetokenizer:
     little earlier, so that the decoder sees the tokens before the new ones.
     """
 
-    plain: Mapping[int, str] = NOTHING
+    plain = NOTHING
 
     def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int]) -> None:
         self._decode = texts.decode
@@ -298,7 +298,7 @@ class TextStream:
         to be shown."""
 
     @property
-    def plain(self) -> Mapping[int, str]:
+    def plain(self) -> dict[int, str]:
         """The texts of tokens that need neither ``decode`` nor ``find``. Each call of these may change it."""
         return NOTHING if self.find else self._detokenizer.plain
 

@@ -240,7 +240,6 @@ class Drive:
         sequence.num_computed = work.end
         if work.draws:
             sequence.tokens.append(PENDING)
-            sequence.pending += 1
 
     def restart(self, works: Seq[Work]) -> None:
         """The pass has raised: its sequences are computed again."""
@@ -260,7 +259,6 @@ class Drive:
                 sequence = work.sequence
                 if work.draws and sequence.id in self.open:
                     sequence.tokens[len(sequence.tokens) - sequence.pending] = 7
-                    sequence.pending -= 1
                     if len(sequence.tokens) - sequence.pending >= self.open[sequence.id].ends:
                         self.finish(sequence)
 
