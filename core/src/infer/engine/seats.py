@@ -7,6 +7,8 @@ from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from itertools import compress
+from operator import gt
 from typing import TYPE_CHECKING, Any
 
 from infer.contracts.cache import CachePoolProtocol, ForkingPool, RoomyPool, SharingPool
@@ -50,6 +52,10 @@ class Seats:
         self._room: Seq[int] | Mapping[int, int] = pool.room if isinstance(pool, RoomyPool) else defaultdict(int)
         """How many positions each slot can have before it has to grow."""
         self._forking = pool if isinstance(pool, ForkingPool) else None
+        self._decoding: list[Sequence] = []
+        """Who decoded in the last step, if nobody else ran in it."""
+        self._edges: list[int] = []
+        """How many tokens each of them can have before it needs more room, or has all its tokens."""
         self._groups: dict[str, list[Sequence]] = {}
         """The groups whose prompt is not in the cache yet. The first sequence of each group runs or is in ``waiting``;
         the others are only here."""
@@ -89,6 +95,8 @@ class Seats:
         """Begin a step: plan one token for every decoding sequence, then a chunk for each sequence in prefill, as far
         as the limits allow; without ``chunks``, ``extend`` does the latter, in another order. While the pool
         has no room for a sequence's next token, preempt the running sequence that ``victim`` returns."""
+        if self.running == self._decoding and self._go_on():
+            return Step(Works.decodes(self._decoding), self._settings)
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         preempted = False
@@ -113,11 +121,26 @@ class Seats:
                 decoding.append(sequence)
         if preempted:  # perhaps a sequence whose token was already planned
             decoding = [sequence for sequence in decoding if sequence.slot is not None]
+        if len(decoding) == len(self.running):
+            self._decoding, self._edges = decoding, [self._edge(sequence) for sequence in decoding]
         step = Step(Works.decodes(decoding), self._settings)
         for sequence in prefilling if chunks else ():
             if sequence.slot is not None and not self.extend(sequence, step):
                 break
         return step
+
+    def _go_on(self) -> bool:
+        """Whether all who decoded in the last step can go on as they are. Only those at an edge are looked at."""
+        counts = [len(sequence.tokens) for sequence in self._decoding]
+        for i in [*compress(range(len(counts)), map(gt, counts, self._edges))]:
+            sequence = self._decoding[i]
+            if counts[i] >= sequence.max_len or not self._pool.grow(self._slot(sequence), counts[i]):
+                return False
+            self._edges[i] = self._edge(sequence)
+        return True
+
+    def _edge(self, sequence: Sequence) -> int:
+        return min(self._room[self._slot(sequence)], sequence.max_len - 1)
 
     def extend(self, sequence: Sequence, step: Step) -> bool:
         """Plan a chunk for a sequence in prefill; return False if a limit forbids it."""
@@ -189,6 +212,7 @@ class Seats:
     def _release(self, sequence: Sequence) -> None:
         self._commit(sequence)
         self._pool.free(self._slot(sequence))
+        self._decoding = []  # or somebody could come back to a step that has left it out
         sequence.slot = None
         sequence.num_computed = 0
 
