@@ -157,6 +157,11 @@ class Works(Seq[Work]):
         starts, ones = [sequence.num_computed for sequence in sequences], (1,) * len(sequences)
         return cls(sequences, starts, ones, ones, (True,) * len(sequences), ((),) * len(sequences))
 
+    @property
+    def single(self) -> bool:
+        """Whether each decodes and draws one token, so that nothing else is computed."""
+        return all(self.decode) and all(self.draws) and sum(self.lens) == len(self.sequences)
+
     def __len__(self) -> int:
         return len(self.sequences)
 

@@ -7,8 +7,9 @@ from itertools import compress, repeat
 from operator import attrgetter, ge, is_
 
 from infer.contracts.request import TokenLogprobs
-from infer.contracts.scheduler import PENDING, Sequence
+from infer.contracts.scheduler import PENDING
 from infer.engine.answer import Answer
+from infer.engine.batch import Lineup
 from infer.engine.events import Events
 from infer.engine.reporting import Counts
 
@@ -19,12 +20,12 @@ class Answers:
     """The answers to sequences that decode together, one for each. What stays the same from step to step, as long as
     nobody comes or goes, is looked up once."""
 
-    def __init__(self, sequences: Seq[Sequence], answers: Seq[Answer], counts: Counts) -> None:
-        self.sequences = [*sequences]
+    def __init__(self, lineup: Lineup, answers: Seq[Answer], counts: Counts) -> None:
+        sequences = lineup.sequences
+        self.lineup = lineup
         self._answers = answers
         self._counts = counts
         self._rows = range(len(answers))
-        self._tokens = [sequence.tokens for sequence in sequences]
         self._last = [sequence.max_len - 1 for sequence in sequences]
         """The index of each sequence's last token, if nothing ends it before."""
         self._cached = [sequence.num_cached for sequence in sequences]
@@ -48,7 +49,7 @@ class Answers:
         known = [*tokens]
         for i in single:
             known[i] = PENDING
-        for row, i, token in zip(self._tokens, at, known, strict=True):
+        for row, i, token in zip(self.lineup.tokens, at, known, strict=True):
             row[i] = token
         self._counts.generated += len(tokens) - len(single)
         whole = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,6 +62,29 @@ class HiddenStates:
     count: int
 
 
+class Lineup:
+    """Sequences that decode, and what stays the same from step to step as long as they do so in the same slots."""
+
+    def __init__(self, sequences: Seq[Sequence]) -> None:
+        self.sequences = [*sequences]
+        self.slots: list[Any] = [sequence.slot for sequence in sequences]
+        self.slots_B = ints(self.slots)
+        self.tokens = [sequence.tokens for sequence in sequences]
+        self.requests = [sequence.request for sequence in sequences]
+
+    def of(self, sequences: Seq[Sequence]) -> Lineup:
+        """This lineup if it is that of the sequences, or a new one."""
+        same = self.sequences == [*sequences] and self.slots == [sequence.slot for sequence in sequences]
+        return self if same else Lineup(sequences)
+
+    def advance(self, starts: Seq[int]) -> None:
+        """Record in the sequences that a pass computes the next position of each, and draws a token."""
+        for sequence, start in zip(self.sequences, starts, strict=True):
+            sequence.num_computed = start + 1
+        for tokens in self.tokens:
+            tokens.append(PENDING)
+
+
 class Batch(NamedTuple):
     """The input of one pass: T tokens of B sequences."""
 
@@ -105,32 +128,38 @@ def ints(values: Seq[int]) -> Ints:
 
 
 def pack(
-    works: Seq[Work], processors: Mapping[Sequence, LogitsProcessor] | None = None, *, adapted: bool = True
+    works: Seq[Work],
+    processors: Mapping[Sequence, LogitsProcessor] | None = None,
+    *,
+    adapted: bool = True,
+    lineup: Lineup | None = None,
 ) -> Batch:
     """Lay the works' tokens end to end and work out the readouts. ``processors`` has one for each sequence whose logits
-    are edited; ``adapted`` says whether any has an adapter, as far as is known."""
-    sequences, starts, lens, draws, decodes, drafts = Works.of(works).columns
-    slots = [sequence.slot for sequence in sequences]
-    slots_B, starts_B = ints(slots), ints(starts)
-    decode_only = all(decodes) and all(draws) and sum(lens) == len(works)
+    are edited; ``adapted`` says whether any has an adapter, as far as is known; ``lineup`` is that of the sequences, if
+    it is known."""
+    works = Works.of(works)
+    sequences, starts, lens, draws, _, drafts = works.columns
+    lineup = lineup or Lineup(sequences)
+    slots, slots_B, starts_B = lineup.slots, lineup.slots_B, ints(starts)
+    decode_only = works.single
     readouts: list[Score | HiddenStates | Draw] = []
     of: Seq[int]
     token_ids: list[int]
     last_M: Seq[int] | None = None
     if decode_only:
         of = range(len(works))
-        token_ids = [sequence.tokens[-1] for sequence in sequences]
+        token_ids = [tokens[-1] for tokens in lineup.tokens]
         token_ids_T = ints(token_ids)
         positions_T = starts_B
         rows_N = ends_B = np.arange(len(works))
-        drawn, scored = sequences, 0
+        requests, scored = lineup.requests, 0
     else:
         draws = tuple([0 if s.request.pooling else count for s, count in zip(sequences, draws, strict=True)])
         of = [b for b, count in enumerate(draws) for _ in range(count)]
         back_N = np.array([i for count in draws for i in range(count - 1, -1, -1)], dtype=np.int64)
         if len(of) > sum(map(bool, draws)):
             last_M = np.flatnonzero(back_N == 0).tolist()
-        drawn = tuple([sequences[b] for b in of])
+        requests = [lineup.requests[b] for b in of]
         token_ids = []
         rows: list[int] = []
         for b, (sequence, start, length, last, decode, proposed) in enumerate(works):
@@ -155,7 +184,7 @@ def pack(
         scored = len(rows)
         rows_N = np.concatenate([ints(rows), ends_B[of] - 1 - back_N])
         ends_B = ends_B - 1
-    if drawn:
+    if requests:
         processed: list[ProcessedRow] = []
         if processors:
             before, i = -1, 0
@@ -171,7 +200,7 @@ def pack(
                 last_M=last_M,
                 slots_M=slots_B if decode_only else slots_B[of] if last_M is None else slots_B[of][last_M],
                 positions_N=starts_B + 1 if decode_only else (starts_B + lens_B)[of] - back_N,
-                requests=[sequence.request for sequence in drawn],
+                requests=requests,
                 processed=processed,
             )
         )

@@ -24,7 +24,7 @@ from infer.contracts.request import Event, FinishReason, Request, TokenLogprobs
 from infer.contracts.scheduler import PENDING, Schedule, SchedulerProtocol, Sequence, Work, Works
 from infer.engine.answer import Answer
 from infer.engine.answers import Answers
-from infer.engine.batch import Batch, Draw, HiddenStates, Score, pack
+from infer.engine.batch import Batch, Draw, HiddenStates, Lineup, Score, pack
 from infer.engine.confirmation import Confirmation
 from infer.engine.isolation import Isolation
 from infer.engine.pace import Pace
@@ -124,7 +124,7 @@ class Engine:
         """Of the passes whose results the step has read."""
         self._answers: dict[str, Answer] = {}
         """The answers of all open requests, by request id."""
-        self._decoding = Answers([], [], self._reporter.counts)
+        self._decoding = Answers(Lineup([]), [], self._reporter.counts)
         """The answers of the last pass that only decoded."""
         self._processors: dict[Sequence, LogitsProcessor] = {}
         """Those of open requests that edit logits. Each needs every token before it can edit the next logits."""
@@ -269,8 +269,9 @@ class Engine:
 
     def _launch(self, works: Works) -> BaseException | None:
         """Launch a pass and record what it will have computed; return why it failed, if it did."""
+        lineup = self._decoding.lineup.of(works.sequences) if works.single else None
         try:
-            batch = pack(works, self._processors, adapted=self._adapted > 0)
+            batch = pack(works, self._processors, adapted=self._adapted > 0, lineup=lineup)
             launched = self._runner.launch(batch)
         except (Exception, SystemExit) as error:
             log.error("a pass with %d requests failed", len(works), exc_info=error)
@@ -279,23 +280,22 @@ class Engine:
         if launched.hidden_TD is not None and self._speculation is not None:
             self._speculation.read(works, launched.hidden_TD)
             launched = launched._replace(hidden_TD=None)  # it need not be kept while the pass is in flight
-        answers: Seq[Answer] | Answers
-        if batch.decode_only:
-            answers = self._decode_together(works.sequences)
-            for sequence, start in zip(works.sequences, works.starts, strict=True):
-                sequence.num_computed = start + 1
-                sequence.tokens.append(PENDING)
-        else:
-            answers = [self._answers[sequence.id] for sequence in works.sequences]
+        if lineup is None:
             _advance(works, batch, self._clock())
+        else:
+            lineup.advance(works.starts)
+        answers = self._answers_of(works.sequences, lineup)
         self._in_flight.append(_Flight(launched, batch.readouts, answers, works))
         return None
 
-    def _decode_together(self, sequences: Seq[Sequence]) -> Answers:
-        """The sequences' answers: those of the last decodes, if nobody has come or gone."""
-        if self._decoding.sequences != [*sequences]:
-            answers = [self._answers[sequence.id] for sequence in sequences]
-            self._decoding = Answers(sequences, answers, self._reporter.counts)
+    def _answers_of(self, sequences: Seq[Sequence], lineup: Lineup | None) -> Seq[Answer] | Answers:
+        """The sequences' answers: as columns if they only decode, those of the last decodes if nobody came or went."""
+        if lineup is not None and lineup is self._decoding.lineup:
+            return self._decoding
+        answers = [self._answers[sequence.id] for sequence in sequences]
+        if lineup is None:
+            return answers
+        self._decoding = Answers(lineup, answers, self._reporter.counts)
         return self._decoding
 
     def _isolate(self, works: Works, error: BaseException) -> list[Event]:
