@@ -54,6 +54,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plugins/kernels_cpu/src": ("infer_layers", "infer.cache", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/models/src": ("infer.cache", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/decisions/src": SERVER,
+    "plugins/embeddings/src": SERVER,
     "plugins/console/src": SERVER,
     "plugins/router/src": SERVER,
     "plugins/router/src/infer_router/router.py": ("aiohttp", "infer", "pydantic"),

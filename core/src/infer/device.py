@@ -1,4 +1,4 @@
-"""Moving a pass's small arrays to the device and back without waiting, host memory on huge pages, and CUDA graphs."""
+"""Small arrays to the device and back without waiting, host memory on huge pages, and CUDA graphs."""
 
 from __future__ import annotations
 

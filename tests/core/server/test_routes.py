@@ -343,5 +343,4 @@ async def test_a_servers_observers_leave_with_it() -> None:
 def test_routes_are_listed() -> None:
     offers = Plugins.discover().offers["routes"]
     names = {offer.name for offer in offers if offer.distribution == "infer-core"}
-    own = {"chat", "completions", "embeddings", "rerank", "tokenization", "adapters", "about", "metrics"}
-    assert names == own
+    assert names == {"chat", "completions", "tokenization", "adapters", "about", "metrics"}

@@ -90,8 +90,6 @@ def infer_routes() -> list[Registration[RoutesFactory]]:
     return [
         Registration("chat", _endpoints("chat_completions"), "POST /v1/chat/completions"),
         Registration("completions", _endpoints("completions"), "POST /v1/completions"),
-        Registration("embeddings", _endpoints("embeddings"), "POST /v1/embeddings"),
-        Registration("rerank", _endpoints("rerank"), "POST /v1/rerank and /v1/score"),
         Registration("tokenization", _endpoints("tokenization"), "POST /tokenize and /detokenize, GET /tokenizer_info"),
         Registration("adapters", _endpoints("adapters"), "POST /v1/load_lora_adapter and /v1/unload_lora_adapter"),
         Registration("about", _endpoints("about"), "GET /v1/models, /health and /ready"),

@@ -200,6 +200,7 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
             "agents": "infer-agents",
             "console": "infer-console",
             "decisions": "infer-decisions",
+            **dict.fromkeys(("embeddings", "rerank"), "infer-embeddings"),
             "ollama": "infer-ollama",
             "router": "infer-router",
         },

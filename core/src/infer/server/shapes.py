@@ -34,11 +34,6 @@ PromptLogprobs = list[dict[str, RankedLogprob] | None]
 Finish = Literal["stop", "length", "tool_calls"]
 
 
-class EmbeddingUsage(TypedDict):
-    prompt_tokens: int
-    total_tokens: int
-
-
 class TokenLogprob(TypedDict):
     token: str
     logprob: float

@@ -1,4 +1,4 @@
-"""The layers that models are composed of, and the table that gives each layer its tensors of the checkpoint.
+"""The layers that models are composed of. A table gives each layer its tensors of the checkpoint.
 
 When a layer is constructed, it declares the checkpoint names it is made from, so that a model's file reads from top to
 bottom and every name in a checkpoint has exactly one owner. Shapes: see ``infer/contracts/__init__.py``.

@@ -11,10 +11,10 @@ from aiohttp import web
 from typing_extensions import TypedDict
 
 from infer.contracts.server import Route
-from infer.server.endpoints.embeddings import Embedder, normalized
 from infer.server.events import Json
 from infer.server.http.streams import Array
 from infer.server.http.wire import Ollama
+from infer_embeddings.embeddings import Embedder, normalized
 from infer_ollama.bodies import EmbedBody, OldEmbedBody
 from infer_ollama.models import check_served
 

@@ -16,10 +16,9 @@ from infer.contracts.request import Event, Request, TokenLogprobs
 from infer.contracts.server import Route
 from infer.server.events import Events, Json
 from infer.server.http.access import CALLER
-from infer.server.http.body import Many, TokenIds
+from infer.server.http.body import Many, TokenIds, one_or_many
 from infer.server.http.parsing import checked
 from infer.server.http.streams import Array
-from infer.server.many import one_or_many
 from infer.server.sampling import SamplingBody, StreamOptions
 from infer.server.shapes import Finish, PromptLogprobs, Usage
 from infer.server.tokens import number

@@ -74,3 +74,10 @@ def _ignored(value: object, path: str) -> Iterator[tuple[str, str]]:
 def typed(value: Any) -> Any:
     """The ``type`` of a value, which discriminates models in a union."""
     return value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+def one_or_many(prompt: str | TokenIds | Many[str | TokenIds]) -> list[str | TokenIds]:
+    """A prompt, or several, as a list."""
+    if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    return list(prompt)

@@ -14,7 +14,6 @@ from infer.contracts.request import Event, Request
 from infer.errors import RequestError
 from infer.server.events import LONG_CHARS, Json, RequestFields
 from infer.server.http.access import CALLER
-from infer.server.http.body import Many, TokenIds
 
 if TYPE_CHECKING:
     from infer.server.service import Service
@@ -23,13 +22,6 @@ MAX_INPUTS = 2048
 MAX_TOKENS = 300_000
 """Of all inputs together."""
 Input = TypeVar("Input")
-
-
-def one_or_many(prompt: str | TokenIds | Many[str | TokenIds]) -> list[str | TokenIds]:
-    """A prompt, or several, as a list."""
-    if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    return list(prompt)
 
 
 def check_count(count: int, field: str) -> None:

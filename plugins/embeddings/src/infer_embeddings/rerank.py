@@ -23,13 +23,13 @@ from typing_extensions import TypedDict
 from infer.contracts.params import SamplingParams
 from infer.contracts.server import Route
 from infer.errors import RequestError
-from infer.server import many
 from infer.server.events import Json, TokenCount, raise_if_failed
 from infer.server.http.body import Body, Many
 from infer.server.http.errors import REQUEST_ID
 from infer.server.http.streams import Array
-from infer.server.labels import TAIL_CHARS, label_ids
-from infer.server.shapes import EmbeddingUsage
+from infer_embeddings import many
+from infer_embeddings.embeddings import EmbeddingUsage
+from infer_embeddings.labels import TAIL_CHARS, label_ids
 
 if TYPE_CHECKING:
     from infer.server.service import Service
@@ -125,7 +125,7 @@ class Scores(TypedDict):
     usage: EmbeddingUsage
 
 
-def routes(service: Service, settings: object) -> list[Route]:
+def routes(service: Service) -> list[Route]:
     own = Rerank(service)
     return [
         Route("POST", "/v1/rerank", own.rerank, "Rank documents by a query.", Reranked, RerankRequest),

@@ -18,12 +18,10 @@ from infer.contracts.params import SamplingParams
 from infer.contracts.request import Pooling, Request
 from infer.contracts.server import Route
 from infer.errors import RequestError
-from infer.server import many
 from infer.server.events import Json, RequestFields, TokenCount, raise_if_failed
-from infer.server.http.body import Body, Many, TokenIds
+from infer.server.http.body import Body, Many, TokenIds, one_or_many
 from infer.server.http.streams import Array
-from infer.server.many import one_or_many
-from infer.server.shapes import EmbeddingUsage
+from infer_embeddings import many
 
 if TYPE_CHECKING:
     from infer.server.service import Service
@@ -53,6 +51,11 @@ class EmbeddingRequest(Body):
         return one_or_many(self.input)
 
 
+class EmbeddingUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
 class Embedding(TypedDict):
     object: Literal["embedding"]
     index: int
@@ -66,7 +69,7 @@ class Embeddings(TypedDict):
     usage: EmbeddingUsage
 
 
-def routes(service: Service, settings: object) -> list[Route]:
+def routes(service: Service) -> list[Route]:
     own = Embedder(service)
     return [
         Route("POST", "/v1/embeddings", own.handle, "Embed texts.", Embeddings, EmbeddingRequest),
