@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.core.server.test_harmony import puppet
+from tests.core.server.test_harmony import ANALYSIS, puppet
+from tests.core.server.test_harmony import TEMPLATE as CHANNELS
 from tests.examples import slowly
 from tests.puppet import Puppets, say
 from tests.serving import TEMPLATE, Body, Running, chatty, running
@@ -139,3 +140,51 @@ async def test_reasoning_stays_where_a_tool_has_a_grammar(server: Running) -> No
     assert called(answer) == ("So. ", [("patch", GOOD)])
     stopped = await ask(server, CHAT, asked(CHAT, stop=["abc"]), written("patch", {"input": GOOD}))
     assert called(stopped) == ("", [("patch", "+++ ")])
+
+
+def channelled(name: str, arguments: object) -> str:
+    """A call as gpt-oss writes it."""
+    header = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    return f"<|start|>assistant{header}{json.dumps(arguments)}<|call|>"
+
+
+async def test_calls_in_channels_are_held(tmp_path: Path) -> None:
+    """And reasoning is free, which may be the whole answer. Nothing waits for the channel ``final``."""
+    model = puppet(tmp_path)
+    loose = CHANNELS.replace("tool.function.parameters.properties.items()", "(tool.function.parameters or {}).items()")
+    (tmp_path / "template.jinja").write_text(loose)
+    thought = f"{ANALYSIS}Shall I call to=functions.patch with x?<|end|>"
+    async with running([Puppets()], model=model, engine={"max_seq_len": 2048}) as server:
+        for path in (CHAT, RESPONSES):
+            body = asked(path, seed=1)
+            look = channelled("look", {"at": "y"})
+            assert called(await ask(server, path, body, f"{thought}{look}")) == ("", [("look", '{"at": "y"}')])
+            answer = await ask(server, path, body, f"{thought}{channelled('patch', {'input': GOOD})}")
+            assert called(answer) == ("", [("patch", GOOD)])
+            for call in (channelled("patch", {"input": "no patch at all"}), " to=patch<|channel|>x<|message|>no patch"):
+                _, [(name, input)] = called(await ask(server, path, body, call))
+                assert name == "patch"
+                assert EXPECTED.fullmatch(input), "which is not what the model would have said"
+        final = f"{thought}<|start|>assistant<|channel|>final<|message|>Hi to=functions.patch <b>"
+        message = (await ask(server, CHAT, asked(CHAT), final))["choices"][0]["message"]
+        assert message["content"] == "Hi to=functions.patch <b>"
+        assert message["reasoning_content"] == "Shall I call to=functions.patch with x?"
+
+
+async def test_reasoning_that_the_prompt_opens_is_free(tmp_path: Path) -> None:
+    """Also if its tags are no tokens, so that nothing but the grammar knows where it ends."""
+    model = puppet(tmp_path)
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    body = asked(CHAT, chat_template_kwargs={"enable_thinking": True}, seed=1)
+    call, bad = written("patch", {"input": GOOD}), written("patch", {"input": "x"})
+    async with running([Puppets()], model=model | {"tool_format": "tags"}, engine={"max_seq_len": 2048}) as server:
+        for text, content, calls in (
+            (f"Shall I {bad}?</think>So. {call}", "So. ", [("patch", GOOD)]),
+            (f"Shall I {bad}", "", []),
+        ):
+            form = {key: body[key] for key in ("messages", "tools", "chat_template_kwargs")}
+            _, counted, _ = await server.post(form, "/tokenize")
+            await say(server, counted["count"], text + "<|return|>" * 30)
+            _, answer, _ = await server.post(body, CHAT)
+            assert called(answer) == (content, calls)
+            assert answer["choices"][0]["message"]["reasoning_content"].startswith(f"Shall I {bad}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
 import re
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tests.core.text.test_tools import FORMATS
 from tests.examples import slowly
 
@@ -55,9 +56,9 @@ class Marked:
 
     bos_token_id, eos_token_id = None, 256
 
-    def __init__(self, *marks: str) -> None:
+    def __init__(self, *marks: str, words: Sequence[str] = ()) -> None:
         self.marks = marks
-        self.tokens = [*(bytes([byte]) for byte in range(256)), *map(str.encode, ("<end>", *self.marks))]
+        self.tokens = [*(bytes([byte]) for byte in range(256)), *map(str.encode, ("<end>", *marks, *words))]
         special = [257 + i for i, mark in enumerate(self.marks) if mark[0] + mark[-1] == "<>"]
         self.special_token_ids = [256, *special]
         self._split = re.compile("|".join(map(re.escape, self.marks)) + "|(?s:.)")
@@ -67,9 +68,7 @@ class Marked:
         return list(text)
 
     def get_added_tokens_decoder(self) -> dict[int, Any]:
-        return {
-            257 + i: SimpleNamespace(content=mark, special=mark == HIDDEN) for i, mark in enumerate(self.marks)
-        }
+        return {257 + i: SimpleNamespace(content=mark, special=mark == HIDDEN) for i, mark in enumerate(self.marks)}
 
     def encoded(self, text: str, spelled: bool = False) -> list[int]:
         ids: list[int] = []
@@ -92,7 +91,9 @@ def matcher(outputs: CallOutputs, tokenizer: Marked) -> LLMatcher:
     checked = check(tokenizer.made, outputs.spec, [256])
     assert checked.fault is None, checked.fault
     assert checked.text is not None
-    return LLMatcher(tokenizer.made, checked.text, log_level=0)
+    # Its fuel is for one mask, and these tests compute none between texts.
+    limits = LLParserLimits(initial_lexer_fuel=1 << 40, step_lexer_fuel=1 << 40)
+    return LLMatcher(tokenizer.made, checked.text, log_level=0, limits=limits)
 
 
 def free(format: str, tools: Sequence[ToolGrammar] = TOOLS, *, tokens: bool = True, **more: Any) -> CallOutputs:
@@ -255,7 +256,7 @@ def bad(format: str) -> list[str]:
 @pytest.mark.parametrize("spelled", [False, True])
 def test_no_call_has_another_input(format: str, tokens: bool, spelled: bool) -> None:
     """No matter whether the marks are tokens, or written out although the tokenizer has such tokens."""
-    for text in bad(format):
+    for text in [text for text in bad(format) if tokens or HIDDEN not in text]:
         assert takes(start(format, tokens), marked(format, tokens).encoded(text, spelled)) is not None, text
 
 
@@ -274,7 +275,7 @@ def test_the_reader_takes_nothing_else_for_a_call(format: str, tokens: bool, see
     pieces = [piece for piece in pieces if tokens or piece != "<|tools_prefix|>"]
     pieces += [HIDDEN] if tokens else []  # which is not shown
     read = let = 0
-    for _ in range(400):
+    for _ in range(150):
         way = rng.randrange(len(WAYS[format]))
         text = written(format, rng.choice(["code.1", "ns__patch"]), rng.choice(["x", "AB-12", "AB-"]), way)
         if rng.random() < 0.3:
@@ -295,8 +296,8 @@ def test_the_reader_takes_nothing_else_for_a_call(format: str, tokens: bool, see
         assert not passed or all(EXPECTED[name].fullmatch(input) for name, input in made), (text, made)
         other = told(text).replace("ns__patch", "look").replace("code.1", "look")
         assert takes(begin, tokenizer.encoded(other)) is None, other
-    assert read > 60
-    assert let > 5
+    assert read > 20
+    assert let > 1
 
 
 @pytest.mark.parametrize(("format", "tokens"), CASES)
@@ -327,6 +328,29 @@ def test_whatever_is_drawn_has_inputs_that_fit(format: str, tokens: bool, seed: 
     assert len(made) == 2, text
     for name, input in made:
         assert EXPECTED[name].fullmatch(input), (text, name, input)
+
+
+WORDS = [
+    "".join(each)
+    for each in itertools.product(("", " ", '"', "<", "{", "\n"), ("a", "to", "x1", "é"), ("b", "c_", "="), ("", "d"))
+]
+
+
+@pytest.mark.parametrize(("format", "tokens"), [*slowly(*CASES)])
+def test_masks_stay_within_the_limits_of_llguidance(format: str, tokens: bool) -> None:
+    """At all places of an answer with a call, for a vocabulary with words in it. What one mask may cost is the default
+    of llguidance, which a mask reaches in about 5 ms."""
+    tokenizer = marked(format, tokens)
+    wide = Marked(*tokenizer.marks, words=WORDS)
+    checked = check(wide.made, free(format, tokens=tokens).spec, [256])
+    assert checked.fault is None
+    assert checked.text is not None
+    for way in range(len(WAYS[format])):
+        copy = LLMatcher(wide.made, checked.text, log_level=0)
+        for token in wide.encoded(f"Hello {{x}}. {written(format, 'ns__patch', GOOD, way)}"):
+            copy.compute_bitmask()
+            assert not copy.is_error(), copy.get_error()
+            assert copy.consume_token(token)
 
 
 LOOK = {

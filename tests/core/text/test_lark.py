@@ -119,7 +119,6 @@ def test_a_text_in_front_of_a_tag_does_not_hold_it() -> None:
     grammar = "start: /(?s:.*)/"
     assert fits_bounded(grammar, "a\nb <p>\n")
     assert not fits_bounded(grammar, "a</p>b")
-    assert not fits_bounded('start: ("(" start ")")? /[a-z<>\\/]*/', "a</p>b")
 
 
 def test_names_of_a_clients_own_do_not_clash() -> None:
@@ -155,6 +154,32 @@ def test_what_cannot_be_rewritten_is_refused_by_name(grammar: str, why: str) -> 
 def test_what_may_go_on_behind_a_line_break_is_refused_in_front_of_a_tag() -> None:
     with pytest.raises(ValueError, match=r"/\[a\\n\]\+/ need not"):
         bounded('start: "(" start ")" | /[a\\n]+/', "<", "\\n<", "</p>")
+
+
+def test_a_recursive_grammar_has_no_terminal_from_which_a_tag_might_begin() -> None:
+    """The tag might end in another terminal."""
+    for terminals in ('"<" | ">" | "/p"', '/[a-z<]/ | "/p>"', '/[^"]/'):
+        with pytest.raises(ValueError, match=r"no terminal may hold '<', with which </p> begins .* may$"):
+            bounded(f'start: ("(" start ")" | {terminals})+', "<", r"\n<\/p>", "</p>")
+    plain = 'start: ("(" start ")" | /[^<]/)+'
+    assert fits(bounded(plain, "", "", "</p>"), "(a\n/p>)\n")
+    assert not fits(bounded(plain, "", "", "</p>"), "(a</p>)")
+    assert fits(bounded("start: /.*/", "", "", "</p>"), "")
+
+
+@pytest.mark.parametrize("check", [fits_quoted, fits_bounded])
+def test_what_is_ignored_may_also_stand_at_the_end_in_a_call(check: object) -> None:
+    """And, in a recursive grammar, at its beginning. llguidance itself lets it stand between terminals alone."""
+    assert callable(check)
+    for grammar, begins in (('start: "a" "b"', False), ('start: "a" s? "b"\ns: "(" start ")"', True)):
+        for ignored in (r"%ignore /\n+/", '%ignore " "'):
+            space = "\n" if "n+" in ignored else " "
+            whole = f"{grammar}\n{ignored}"
+            assert fits(whole, f"a{space}{space}b")
+            assert check(whole, f"a{space}{space}b")
+            assert [check(whole, text) for text in (f"ab{space}", f"{space}ab")] == [True, begins]
+            assert not fits(whole, f"{space}ab")
+    assert not fits('start: "a" "b"\n%ignore /\\n+/', "ab\n")
 
 
 @pytest.mark.parametrize("seed", [0, *slowly(1, 2, 3, 4)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from tokenizers import Tokenizer
@@ -139,19 +139,15 @@ class Conversation:
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
         )
-        given = effort or hints.get("reasoning_effort")
-        wanted = "none" if hints.get("enable_thinking") is False else given
-        if wanted == "none" and not {"enable_thinking", "thinking"}.isdisjoint(known):
-            wanted = None
-        rest = None if wanted == given != "none" and "reasoning_effort" in known else wanted
+        taken, refused = untold_effort(known, effort, hints)
         try:
-            return await render(**{**hints, **variables}), rest
+            return await render(**{**hints, **variables}), taken
         except RequestError:
             if "reasoning_effort" not in hints or "reasoning_effort" in variables:
                 raise
         # Many templates know only a few efforts, and refuse others.
         fewer = {name: hints[name] for name in hints if name != "reasoning_effort"}
-        return await render(**{**fewer, **variables}), wanted
+        return await render(**{**fewer, **variables}), refused
 
     async def reply(
         self, body: ConversationBody, sampling: Callable[..., SamplingParams], tools: ToolUse = NO_TOOLS
@@ -171,18 +167,17 @@ class Conversation:
                 param="tools",
             )
         prompt, effort = await self._prompt(body, tools.offered)
-        outputs = tools.outputs()
-        overrides = {} if outputs is None else {"structured_outputs": outputs}
-        params = self._served.defaulted(checked(lambda: sampling(**overrides), type(cast(Body, body))))
         tags = self._served.reasoning
-        free = False  # whether the format leaves all but calls free
-        if outputs is None and params.structured_outputs is None and (held := self._held(tools)):
-            free = True
-            params = self._served.defaulted(checked(lambda: sampling(structured_outputs=held), type(cast(Body, body))))
         thinking = tags is not None and opens_reasoning(prompt, tags)
         end = self._tag_tokens[1] if thinking else ()
+        outputs = tools.outputs()
+        held = None if outputs is not None or tools.formatted else self._held(tools, opened=thinking and not end)
+        if held is not None and tags is not None and tags.reader is not None:
+            end = ()  # what holds the reply reads all of it, as the reader does
+        overrides = {} if (chosen := outputs or held) is None else {"structured_outputs": chosen}
+        params = self._served.defaulted(checked(lambda: sampling(**overrides), type(cast(Body, body))))
         # Whether a format applies from the first token on, so that there is no reasoning.
-        bound = params.structured_outputs is not None and not end and not free
+        bound = params.structured_outputs is not None and not end and held is None
         tokens = None if tags is None else self._thinking_tokens(tags, thinking)
         if tokens is None:
             why = "this model does not reason"
@@ -208,13 +203,17 @@ class Conversation:
             prompt, params, tools, self.tool_format, tags, thinking, end, tokens, opening=self._opening, steps=steps
         )
 
-    def _held(self, tools: ToolUse) -> CallOutputs | None:
+    def _held(self, tools: ToolUse, *, opened: bool) -> CallOutputs | None:
         """What holds calls in a free reply to the grammars of their inputs. None if nothing does: the log says so, if
-        that is because of how the model writes calls."""
+        that is because of how the model writes calls. ``opened`` means that the reply begins within reasoning that has
+        no tokens of its own around it."""
         if not tools.held or self.tool_format is None:
             return None
         tags = self._served.reasoning
-        if not self.tool_format.forms or (tags is not None and tags.reader is not None):
+        forms, around = self.tool_format.forms, None if tags is None else (tags.opening, tags.closing)
+        if tags is not None and tags.reader is not None:
+            forms, around, opened = tags.forms, None, False
+        if not forms:
             if self.tool_format.name not in self._told:
                 self._told.add(self.tool_format.name)
                 log.warning(
@@ -223,8 +222,7 @@ class Conversation:
                     self.tool_format.name,
                 )
             return None
-        around = None if tags is None else (tags.opening, tags.closing)
-        return call_grammars.within(tools.held, self.tool_format.forms, self._visible_tokens, around)
+        return call_grammars.within(tools.held, forms, self._added, around, opened=opened)
 
     def _thinking_tokens(self, tags: ReasoningTags, opened: bool) -> ThinkingTokens | None:
         """The tokens around the reasoning; None if they are not always the same."""
@@ -232,8 +230,8 @@ class Conversation:
         return ThinkingTokens(opening, closing, opened) if (opening or opened) and closing and not tags.reader else None
 
     @functools.cached_property
-    def _visible_tokens(self) -> Mapping[str, int]:
-        return call_grammars.visible(self._served.tokenizer)
+    def _added(self) -> call_grammars.Added:
+        return call_grammars.added(self._served.tokenizer)
 
     @functools.cached_property
     def _tag_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -254,6 +252,20 @@ class Conversation:
                 param="messages",
             )
         return self._renderer
+
+
+def untold_effort(
+    known: Collection[str], effort: str | None, hints: Mapping[str, Any]
+) -> tuple[str | None, str | None]:
+    """The effort of which a template that reads the variables ``known`` is not told, so that it bounds the reasoning:
+    if the template takes what it is given, and if it refuses the effort's name. A request asks for ``effort``, or has
+    ``hints``."""
+    given = effort or hints.get("reasoning_effort")
+    wanted = "none" if hints.get("enable_thinking") is False else given
+    if wanted == "none" and not {"enable_thinking", "thinking"}.isdisjoint(known):
+        wanted = None
+    told = wanted == given != "none" and "reasoning_effort" in known
+    return None if told else wanted, wanted
 
 
 def _fixed(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

@@ -33,6 +33,8 @@ class ToolUse:
     """The names of those that take a text."""
     grammars: Mapping[str, ToolGrammar] = field(default_factory=dict)
     """The grammars of the texts that some of those take, by their names."""
+    formatted: bool = False
+    """Whether the body asks for a format of the reply, which comes before these grammars."""
 
     @property
     def whole(self) -> ToolGrammar | None:

@@ -101,6 +101,9 @@ class _Rewriting:
     the grammar is one terminal. It can be if no rule refers to itself; otherwise ``_check`` looks at each terminal.
     """
 
+    FAULTS: Sequence[tuple[str, str]] = ()
+    """What no terminal in rules may match: regular expressions, each with what is wrong with one that does."""
+
     def __init__(self, lark: str) -> None:
         found = list(tokens(lark))
         self._prefix = "held"
@@ -155,14 +158,10 @@ class _Rewriting:
         """What the one terminal of a flat grammar is intersected with."""
         return ""
 
-    def _faults(self) -> Iterator[tuple[str, str]]:
-        """What no terminal in rules may match: regular expressions, each with what is wrong with one that does."""
-        raise NotImplementedError
-
     def _check(self, lark: str) -> None:
         """Raise ValueError if a terminal in rules may hide where another one or what follows begins."""
         for text, name in self._terminals.items():
-            for regex, fault in self._faults():
+            for regex, fault in self.FAULTS:
                 if _starts(f"{lark}\nstart: CHECKED\nCHECKED: {name} & /{regex}/"):
                     which = "what it ignores" if text == self._ignored else text
                     raise ValueError(f"as a rule of it refers to itself, {fault.replace('{}', which)}")
@@ -236,14 +235,11 @@ class _Rewriting:
         return text
 
 
-_ALONE = (
-    "each terminal must end before a line break or another character that is escaped, or consist of one, and {} need not"
-)
+_ALONE = "each terminal must end before a line break or another escaped character, or consist of one, and {} need not"
 
 
 class _Quoting(_Rewriting):
-    def _faults(self) -> Iterator[tuple[str, str]]:
-        yield r"([^\\]|\\(?s:.))+\\(?s:.*)", _ALONE
+    FAULTS = ((r"([^\\]|\\(?s:.))+\\(?s:.*)", _ALONE),)
 
     def _range(self, first: str, last: str) -> str:
         ends = [_literal(text) for text in (first, last)]
@@ -265,20 +261,13 @@ class _Quoting(_Rewriting):
 class _Bounding(_Rewriting):
     def __init__(self, lark: str, after: str, closing: str) -> None:
         super().__init__(lark)
-        self._after, self._closing = after, closing
+        self._closing, first = closing, closing[0]
+        begins = f"no terminal may hold {first!r}, with which {closing} begins behind the input, and {{}} may"
+        lines = [(r"(?s:.+)\n(?s:.*)", _ALONE)] if after.startswith(r"\n") else []
+        self.FAULTS = (*lines, (f"(?s:.*){escaped(first)}(?s:.*)", begins))  # as it might arise from several terminals
 
     def _without(self) -> str:
         return f" & ~/(?s:.*){escaped(self._closing)}(?s:.*)/"
-
-    def _faults(self) -> Iterator[tuple[str, str]]:
-        if self._after.startswith(r"\n"):
-            yield r"(?s:.+)\n(?s:.*)", _ALONE
-        # The closing text might arise from several terminals.
-        first = self._closing[0]
-        yield (
-            f"(?s:.*){escaped(first)}(?s:.*)",
-            f"no terminal may hold {first!r}, with which {self._closing} begins behind the input, and {{}} may",
-        )
 
 
 def escaped(text: str) -> str:

@@ -17,6 +17,7 @@ from infer.server.events import Events, Json
 from infer.server.http.access import CALLER
 from infer.server.http.body import Many
 from infer.server.http.errors import REQUEST_ID
+from infer.server.http.parsing import checked
 from infer.server.http.streams import Array
 from infer.server.messages import Messages, turns
 from infer.server.replies import Reply, ToolUse
@@ -138,12 +139,14 @@ class ChatRequest(SamplingBody):
 
     def tool_use(self) -> ToolUse:
         named = isinstance(self.tool_choice, NamedFunction | NamedCustom)
+        grammars = self._grammars
         return ToolUse(
             [tool.shown() for tool in self._offered],
             [tool.shown() for tool in self._possible_tools] if self._forced else None,
             self.parallel_tool_calls and not named,
             {tool.name for tool in self.tools or () if isinstance(tool, CustomTool)},
-            self._grammars,
+            grammars,
+            bool(grammars) and checked(self.outputs, ChatRequest) is not None,
         )
 
     @property
