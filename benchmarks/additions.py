@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import queue
 import random
 import statistics
 import sys
@@ -25,9 +26,10 @@ from benchmarks.watched import CLOCKS, Clock, interval
 from safetensors.torch import save_file
 
 from infer import LLM, SamplingParams
+from infer.contracts.request import Event
 from infer_bench.bench import machine
 
-PROMPT, NEW = 8, 24
+PROMPT, NEW = 8, 12
 
 
 class Kind(NamedTuple):
@@ -59,13 +61,14 @@ def write_adapter(folder: Path, config: Mapping[str, Any], rank: int) -> Path:
 def turn(kind: Kind, rows: int, draw: random.Random) -> list[float]:
     """The median cost of a step that decodes so many rows, in µs by each clock."""
     kind.clock.steps.clear()
-    params = SamplingParams(temperature=0, max_tokens=NEW + rows, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     prompts = [[draw.randrange(3, 4000) for _ in range(PROMPT)] for _ in range(rows)]
     wanted = [kind.adapters[i % len(kind.adapters)] for i in range(rows)]
-    handles = [kind.llm.submit(prompt, params, adapter=one) for prompt, one in zip(prompts, wanted, strict=True)]
-    for handle in handles:
-        for _ in handle.events():
-            pass
+    asked = [kind.llm.request(prompt, params, adapter=one) for prompt, one in zip(prompts, wanted, strict=True)]
+    events: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+    left = kind.llm.loop.submit_all(asked, events.put)  # together, so that all are decoded in the same steps
+    while left:
+        left -= sum(event.finish_reason is not None for event in events.get())
     steps = [(a, b) for a, b in pairwise(kind.clock.steps) if a[0] == b[0] == rows]
     return [statistics.median((b[i] - a[i]) / 1e3 for a, b in steps) for i in range(1, 1 + len(CLOCKS))]
 
@@ -89,10 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = {"load_format": "dummy", "quantization": args.quantization} if config else {}
         engine = {"max_batch_size": args.rows, "max_seq_len": 256}
 
-        def add(name: str, adapters: Sequence[str | None] = (None,), **how: Any) -> None:
+        def add(name: str, asked: Sequence[str | None] = (None,), **how: Any) -> None:
             clock = Clock(1)
             llm = LLM(path, plugins=[clock], model=model, engine=engine, **how)
-            kinds[name] = Kind(stack.enter_context(llm), clock, adapters)
+            kinds[name] = Kind(stack.enter_context(llm), clock, asked)
 
         add("base")
         for rank in args.rank:
