@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from infer.errors import EngineDeadError, QueueFullError, SettingsError
-from infer_router.loader import Loader, NeverFitsError, Rules
+from infer_router.loader import Loader, NeverFitsError
+from infer_router.rules import Rules
 
 LIMIT_S = 60.0
 MEMORY = 10

@@ -14,7 +14,7 @@ import pytest
 from tests.serving import HANG_S, holding, serving
 
 from infer.server.http.sockets import bind
-from infer_router.process import FAULT, Process, main
+from infer_router.process import FAULT, Process, ending, main
 
 SETTINGS = {"server": {"port": 0, "access_log": False, "drain_timeout_s": HANG_S}}
 ROUTER = {"balance": 1.25, "slack": 4, "most_blocks": 1024}
@@ -72,6 +72,12 @@ async def _takes(url: str) -> bool:
         return False
     except aiohttp.ClientError:
         return True
+
+
+def test_how_a_process_has_ended() -> None:
+    assert ending(0) == "ended with code 0"
+    assert ending(-signal.SIGTERM) == "was ended by signal 15"
+    assert ending(-signal.SIGKILL) == "was ended by signal 9, as when memory runs out"
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ async def test_one_that_is_killed_is_replaced(
         await until(lambda: len(machine.begun) == 2 and machine.pids)
         (second,) = machine.pids
         assert second != first
-        assert "the process that waits for a model has ended with code -9" in caplog.text
+        assert "the process that waits for a model was ended by signal 9" in caplog.text
         assert (await machine.start("a")).pid == second
         assert machine.begun == ["spare", "spare"]
 

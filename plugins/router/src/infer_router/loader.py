@@ -15,78 +15,26 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from infer.errors import EngineDeadError, InferError, QueueFullError, RequestError
 from infer_router.placement import Held, place
+from infer_router.process import ending
+from infer_router.rules import Engine, Machine, Rules
 
 log = logging.getLogger(__name__)
 
 State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 HOLDING = ("loading", "loaded", "unloading")
 """States in which a model has memory."""
-HEALTH_S = 1.0
-BACKOFF_S, MOST_BACKOFF_S = 1.0, 60.0
-"""How long a model that ended by itself is left alone, unless somebody asks for it: twice as long each time."""
+MOST_BACKOFF_S = 60.0
+"""The longest that a model that ended by itself is left alone (``Rules.backoff_s``)."""
 END_S = 10.0
 """How long a process that has no requests may take to end before it is killed."""
 
 
 class NeverFitsError(RequestError):
     """The model takes more memory than it could ever have."""
-
-
-class Engine(Protocol):
-    """A process that serves a model."""
-
-    @property
-    def url(self) -> str: ...
-    async def wait(self) -> int:
-        """Until it has ended. Returns its exit code."""
-        ...
-
-    async def healthy(self) -> bool:
-        """Whether it says so, within a few seconds."""
-        ...
-
-    async def end(self, drain_s: float) -> None:
-        """Have it end: kill it if it has not after some seconds. Returns when it has ended."""
-        ...
-
-
-class Machine(Protocol):
-    """What models are loaded on."""
-
-    async def size(self, name: str) -> Mapping[str, Any]:
-        """What is known of a model before it is loaded; ``bytes`` are those that it takes. Raises InferError."""
-        ...
-
-    async def start(self, name: str) -> Engine:
-        """Load a model. Raises InferError. Whatever else ends it, no process is left."""
-        ...
-
-    def may_spare(self, room: bool) -> None:
-        """Whether a process that waits for a model may begin. One that is there waits on, and is the next model's."""
-        ...
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How a model is kept, and what limits all of them."""
-
-    memory: int
-    keep_alive_s: Mapping[str, float]
-    """By model, the default; math.inf for ever."""
-    pinned: frozenset[str] = frozenset()
-    max_waiting: int = 256
-    load_timeout_s: float = 600.0
-    stuck_timeout_s: float = 60.0
-    spare_bytes: float = math.inf
-    """What a process takes that waits for a model; math.inf if there is to be none."""
-    sizing_bytes: int = 0
-    """What a process takes that does the arithmetic. One at a time is beside ``memory``."""
-    health_s: float = HEALTH_S
-    backoff_s: float = BACKOFF_S
 
 
 @dataclass(eq=False)
@@ -321,7 +269,7 @@ class Loader:
             log.info("model %s is unloaded", model.name)
             return
         self._changed(model.name, None)
-        model.problem = f"its process ended with code {result}"
+        model.problem = f"its process {ending(result)}"
         model.revive = model.open > 0
         log.error("model %s: %s", model.name, model.problem)
         if time.monotonic() - model.loaded_at > MOST_BACKOFF_S:

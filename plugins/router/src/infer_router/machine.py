@@ -17,7 +17,7 @@ from typing import Any, Self
 import aiohttp
 
 from infer.errors import EngineDeadError, InferError, SettingsError
-from infer_router.process import FAULT, MODULES, MODULES_ASKED, READY, SIZES, TAKEN
+from infer_router.process import FAULT, MODULES, MODULES_ASKED, READY, SIZES, TAKEN, ending
 from infer_router.spares import Spares
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ WARM_S = 30.0
 
 
 class EngineProcess:
-    """A process that serves a model (``infer_router.loader.Engine``)."""
+    """A process that serves a model (``infer_router.rules.Engine``)."""
 
     def __init__(
         self, process: Process, url: str, session: aiohttp.ClientSession, learn: Callable[[Sequence[str]], None]
@@ -210,7 +210,7 @@ async def _said(process: Process, begin: str) -> str:
                 raise SettingsError(line.removeprefix(FAULT).strip())
     except ValueError:
         raise EngineDeadError("its process writes a line without end to stdout.") from None
-    raise EngineDeadError(f"its process ended with code {await process.wait()} before it served; the log says why.")
+    raise EngineDeadError(f"its process {ending(await process.wait())} before it served; the log says why.")
 
 
 async def _read(process: Process, learn: Callable[[Sequence[str]], None]) -> None:

@@ -44,6 +44,13 @@ BIND_S = 20.0
 """How long to wait for a port that another ingress has: the one in whose place this one comes."""
 
 
+def ending(code: int) -> str:
+    """How a process with this exit code has ended."""
+    if code >= 0:
+        return f"ended with code {code}"
+    return f"was ended by signal {-code}" + ", as when memory runs out" * (-code == signal.SIGKILL)
+
+
 class Process:
     """The parent's side."""
 
@@ -75,7 +82,7 @@ class Process:
                 return line.removeprefix(READY).strip()
             if line.startswith(FAULT):
                 raise RuntimeError(line.strip())
-        raise RuntimeError(f"the process ended with code {self._process.wait()} before it served; its log says why")
+        raise RuntimeError(f"the process {ending(self._process.wait())} before it served; its log says why")
 
     def send(self, value: Mapping[str, Any]) -> None:
         """Raises OSError if the process has ended."""

@@ -18,9 +18,10 @@ from infer.errors import EngineDeadError
 from infer.server.http.access import announce, log_to_stderr
 from infer.server.http.sockets import bind, listen
 from infer_router.gateway import Gateway
-from infer_router.loader import Loader, Machine, Rules
+from infer_router.loader import Loader
 from infer_router.machine import LocalMachine
 from infer_router.plan import Plan, several
+from infer_router.rules import Machine, Rules
 from infer_router.sizes import PROCESS_BYTES
 
 log = logging.getLogger(__name__)

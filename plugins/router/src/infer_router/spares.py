@@ -11,6 +11,8 @@ import logging
 from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable
 
+from infer_router.process import ending
+
 log = logging.getLogger(__name__)
 
 AFTER_S = 2.0
@@ -54,7 +56,7 @@ class Spares:
             self._begun = asyncio.ensure_future(self._create())
             try:
                 process = await asyncio.shield(self._begun)
-                log.warning("the process that waits for a model has ended with code %d", await process.wait())
+                log.warning("the process that waits for a model %s", ending(await process.wait()))
             except OSError as error:
                 log.warning("no process can wait for a model: %s", error.strerror)
             self._begun = None
