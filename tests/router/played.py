@@ -8,6 +8,9 @@ import threading
 SAID: dict[str, object] = {"kind": sys.argv[1]}
 if SAID["kind"] == "spare":
     SAID["modules"] = json.loads(sys.stdin.readline())["modules"]
+    if "hangs" in SAID["modules"]:
+        threading.Event().wait()
+    print("infer: warm", flush=True)
 if not (line := sys.stdin.readline()):
     sys.exit()
 orders = json.loads(line)

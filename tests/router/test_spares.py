@@ -21,7 +21,7 @@ from tests.serving import HANG_S
 from infer.errors import EngineDeadError
 from infer_router import spares
 from infer_router.machine import EngineProcess, LocalMachine
-from infer_router.process import FAULT, TAKEN, Process, _prepared
+from infer_router.process import FAULT, TAKEN, WARM, Process, _prepared
 
 PLAYED = (sys.executable, "-I", "-S", str(Path(__file__).with_name("played.py")))
 
@@ -140,18 +140,20 @@ async def test_one_that_dies_over_its_orders_loses_nothing(
         assert "It gets a process that begins anew." in caplog.text
 
 
-async def test_one_that_hangs_over_its_orders_is_ended_and_loses_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("hangs", ["imports", "orders"])
+async def test_a_load_goes_on_without_one_that_hangs(
+    hangs: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("infer_router.machine.WARM_S", 0.1)
-    async with played(monkeypatch, a={"hangs": True}) as machine:
+    monkeypatch.setattr(f"infer_router.machine.{'WARM_S' if hangs == 'imports' else 'ORDERS_S'}", 0.1)
+    async with played(monkeypatch, a={"hangs": hangs == "orders"}) as machine:
+        machine._learn(["hangs"] if hangs == "imports" else [])
         pid = await waiting(machine)
         machine.may_spare(False)
         engine = await machine.start("a")
         assert said(engine)["kind"] == "engine"
         assert machine.pids == [engine.pid]
     assert not alive(pid)
-    assert "has not answered within 0.1 s. It gets a process that begins anew." in caplog.text
+    assert "does not answer. It gets a process that begins anew." in caplog.text
 
 
 async def test_one_that_reads_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,6 +272,7 @@ def test_it_imports_what_it_is_told_and_ends_with_its_parent(
     assert pipes.stdin is not None
     assert pipes.stdout is not None
     assert pipes.stdout.readline() == "imported\n"
+    assert pipes.stdout.readline() == WARM + "\n"
     if ordered:
         process.send({"settings": {"model": {"path": "nosuch"}, "server": {"port": 0}}, "memory": MEMORY})
         assert pipes.stdout.readline() == TAKEN + "\n"

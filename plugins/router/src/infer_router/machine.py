@@ -17,7 +17,7 @@ from typing import Any, Self
 import aiohttp
 
 from infer.errors import EngineDeadError, InferError, SettingsError
-from infer_router.process import FAULT, MODULES, MODULES_ASKED, READY, SIZES, TAKEN, ending
+from infer_router.process import FAULT, MODULES, MODULES_ASKED, READY, SIZES, TAKEN, WARM, ending
 from infer_router.spares import Spares
 
 log = logging.getLogger(__name__)
@@ -28,8 +28,10 @@ PIECE_BYTES = 1 << 16
 MOST_LINE = 1 << 24
 MOST_MODULES = 8192
 """How many modules a process that waits for a model imports at most: those of the latest models."""
-WARM_S = 30.0
-"""How long such a process may take to import them, and one that has been told its model to say so."""
+WARM_S = 120.0
+"""How long such a process may take to import them: many times what it needs on a machine that is not busy."""
+ORDERS_S = 30.0
+"""How long one that has imported them may take to say that it has read what its model is."""
 
 
 class EngineProcess:
@@ -143,12 +145,15 @@ class LocalMachine:
         try:
             if (process := await self._spares.take()) is None:
                 return None
-            async with _ended_by_error(process), asyncio.timeout(WARM_S):
-                await _tell(process, first)
-                await _said(process, TAKEN)
+            async with _ended_by_error(process):
+                async with asyncio.timeout(WARM_S):
+                    await _said(process, WARM)
+                async with asyncio.timeout(ORDERS_S):
+                    await _tell(process, first)
+                    await _said(process, TAKEN)
             return process
         except TimeoutError:
-            why = f"the process that waited for it has not answered within {WARM_S:g} s."
+            why = "the process that waited for it does not answer."
         except (EngineDeadError, OSError) as error:
             why = str(error)
         log.warning("model %s: %s It gets a process that begins anew.", name, why)

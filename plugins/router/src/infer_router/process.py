@@ -32,7 +32,7 @@ from infer_router.sizes import PROCESS_BYTES, free, reckon
 
 log = logging.getLogger(__name__)
 
-TAKEN = "infer: orders taken"
+WARM, TAKEN = "infer: warm", "infer: orders taken"
 MODULES_ASKED, MODULES = "modules", "infer: modules "
 READY = "infer: ready on "
 SIZES = "infer: sizes "
@@ -143,6 +143,7 @@ def _prepared(source: IO[str]) -> Any:
     signal.setitimer(signal.ITIMER_REAL, 0)
     gc.collect()
     gc.freeze()  # what is there stays, and no collection of a start needs to look through it
+    print(WARM, flush=True)
     return plugins
 
 
