@@ -53,7 +53,7 @@ def keys(before: int, start: int, tokens_n: npt.NDArray[np.int64]) -> Words:
     number of its own for its position. ``before`` is the key at the position before them."""
     n = len(tokens_n)
     each_n = (tokens_n + 1).astype(np.uint64) * INVERSES_L[start + 1 : start + 1 + n]
-    return np.cumsum(each_n, dtype=np.uint64) + np.uint64(before)
+    return each_n.cumsum() + np.uint64(before)
 
 
 def drawn(key: int, sums: Sequence[int], state: int, position: int, request: Request) -> int:
@@ -201,7 +201,7 @@ class Executor:
                 if (saved := int(saves_n[0])) >= 0:
                     self._states[saved] = state_n[0]
             else:
-                state_n = np.cumsum(COUNTS_L[start + 1 : end + 1] * key_n, dtype=np.uint64) + np.uint64(state)
+                state_n = (COUNTS_L[start + 1 : end + 1] * key_n).cumsum() + np.uint64(state)
                 kept = saves_n >= 0
                 self._states[saves_n[kept]] = state_n[kept]
         sums_U: list[list[int]] = []

@@ -210,6 +210,8 @@ class World:
         self.answers: dict[str, list[int]] = {}
         """What each request is to be answered with."""
         self.requests: dict[str, Request] = {}
+        self._open: set[str] = set()
+        """Requests that have not ended."""
         self.aborted: set[str] = set()
         self.failed: set[str] = set()
         """Requests that a fault may have ended."""
@@ -308,7 +310,7 @@ class World:
 
     def _end(self) -> None:
         """The engine has ended, and whoever runs it tells all who wait."""
-        left = [id for id in self.requests if not self._ended(id)]
+        left = sorted(self._open, key=int)
         self.failed.update(left)
         door, self.door = self.door, None
         self._publish([Event(id, finish_reason="error", error="the engine has stopped") for id in left])
@@ -347,6 +349,8 @@ class World:
         elif not self._finds_place(request):
             return
         self.requests[id] = request
+        if not self._ended(id):
+            self._open.add(id)
         self._recent.append(request)
         if request.timeout_s is not None:
             self._deadlines[id] = request.arrival + request.timeout_s
@@ -361,7 +365,7 @@ class World:
         """Let a client ask for its stream. Those of a group may share a place; of others, each has one."""
         assert self.door is not None
         assert self._clients is not None
-        here = [other for other in self.requests.values() if not self._ended(other.id)]
+        here = [self.requests[id] for id in self._open]
         names = {other.group or other.id for other in here}
         if self.door.submit(request, late=self._clients.random() < 0.3):
             assert len(names) < self.door.max_open or request.group in names, "there is no place, and it is taken"
@@ -489,13 +493,14 @@ class World:
             assert sequence.slot is not None, "a sequence runs without a slot"
             assert pages.holdings[sequence.slot].salt == sequence.request.cache_salt, "a slot has another's salt"
         assert len(pages.holdings) == len(seats.running), "a slot has no sequence"
-        blocks = {
-            block
-            for holding in pages.holdings.values()
-            for first, table in zip(holding.firsts, holding.tables, strict=True)
-            for block in (table[first:] if first else table)
-        }
-        known = len(pages.free_list) + sum([len(block) for block in blocks if block])
+        blocks = set[Block | None]().union(
+            *[
+                table[first:] if first else table
+                for holding in pages.holdings.values()
+                for first, table in zip(holding.firsts, holding.tables, strict=True)
+            ]
+        )
+        known = len(pages.free_list) + sum(map(len, filter(None, blocks)))
         for group, cached in zip(pages.groups, pages.cached, strict=True):
             known += group.pages * len(cached)
         assert known == pages.num_pages, "a page is lost"
@@ -530,10 +535,10 @@ class World:
         several = {page for page, count in owned.items() if count > 1}
         assert several <= shared.keys(), "two sequences have a page of one"
         for node in nodes:
-            assert node.owners == owners[node], "a node has another number of owners"
+            assert node.owners == owners.get(node, 0), "a node has another number of owners"
             for k, block in enumerate(node.blocks):
                 if block is not None:
-                    used = users[k][block]
+                    used = users[k].get(block, 0)
                     assert node.users[k] == used, "a node's pages have another number of users"
                     assert (node in pages.cached[k]) == (not used), "a node is cached that is used, or the reverse"
         self._check_states(nodes)
@@ -547,7 +552,7 @@ class World:
         uses.update(row for plan in books._plans.values() for _, row in plan.saved)
         uses.update(books._reading.values())
         rows = range(books.num_rows - books.count, books.num_rows)
-        assert [books._uses[row] for row in rows] == [uses[row] for row in rows], "a row has another number of uses"
+        assert [books._uses[row] for row in rows] == [uses.get(row, 0) for row in rows], "a row has another number of uses"
         assert sorted(books._free) == [row for row in rows if not uses[row]], "a row is lost, or free and used"
         assert {*books._kept, *books._served} == {node for node in nodes if node.state is not None}
 
@@ -654,6 +659,7 @@ class World:
     def _publish(self, events: list[Event]) -> None:
         for event in events:
             if event.finish_reason is not None:
+                self._open.discard(event.request_id)
                 due = self._deadlines.pop(event.request_id, math.inf)
                 assert event.finish_reason != "timeout" or due <= self.now, "it still has time"
             self.events.setdefault(event.request_id, []).append(event)
