@@ -552,7 +552,9 @@ class World:
         uses.update(row for plan in books._plans.values() for _, row in plan.saved)
         uses.update(books._reading.values())
         rows = range(books.num_rows - books.count, books.num_rows)
-        assert [books._uses[row] for row in rows] == [uses.get(row, 0) for row in rows], "a row has another number of uses"
+        assert [books._uses[row] for row in rows] == [uses.get(row, 0) for row in rows], (
+            "a row has another number of uses"
+        )
         assert sorted(books._free) == [row for row in rows if not uses[row]], "a row is lost, or free and used"
         assert {*books._kept, *books._served} == {node for node in nodes if node.state is not None}
 

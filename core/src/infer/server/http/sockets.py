@@ -25,8 +25,8 @@ MAX_CONNECTIONS = 8192
 WAITING = 1024
 """How many more wait in the kernel until they are accepted; Linux has a limit of its own (net.core.somaxconn)."""
 ACCEPTED = 8
-"""How many connections one turn of the event loop accepts: each costs as much as dozens of frames of open streams, which
-come between two turns. asyncio accepts as many as may wait."""
+"""How many connections one turn of the event loop accepts: frames of open streams come between two turns, and each
+connection takes as long as many frames. asyncio would accept all that wait."""
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
