@@ -16,7 +16,7 @@ from infer.contracts.params import SamplingParams
 from infer.contracts.records import RequestRecord
 from infer.contracts.request import Event, Request
 from infer.contracts.scheduler import Sequence, Work
-from infer.engine.batch import Draw, Score, pack
+from infer.engine.batch import Draw, Lineup, Score, pack
 from infer.engine.runner import SCORED_ROWS, Drawn, Runner
 
 F32 = torch.float32
@@ -615,3 +615,13 @@ def test_events_carry_what_was_asked_for(spoiled: Make) -> None:
     assert [len(e.logprobs[0].top) for e in with_logprobs] == [2, 2]
     assert all(e.logprobs[0].rank == 1 for e in with_logprobs)
     assert all(e.logprobs == () for e in stepper.events["without"])
+
+
+def test_a_lineup_is_of_the_same_sequences_in_the_same_slots() -> None:
+    one, other = (Sequence(Request((1, 2)), order, 9) for order in range(2))
+    one.slot, other.slot = 0, 1
+    lineup = Lineup([one, other])
+    assert lineup.of((one, other)) is lineup
+    assert lineup.of([other, one]).slots_B.tolist() == [1, 0]
+    other.slot = 2  # as somebody who has been preempted and has come back
+    assert lineup.of([one, other]).slots_B.tolist() == [0, 2]

@@ -337,10 +337,10 @@ def test_what_steps_cost_is_learned_without_faults_only(short: Callable[[], obje
 
 def test_failed_passes_are_counted_by_themselves() -> None:
     stepper = hostile_engine(Hostile("forward"), mixed_batches=False)
-    stepper.submit([9, 10], "a", max_tokens=4)
+    stepper.submit([9, 10], "a", max_tokens=4, temperature=0)
     stepper.engine.step()
     for id, prompt in (("b", [11, 12]), ("c", [POISON])):
-        stepper.submit(prompt, id, max_tokens=4)
+        stepper.submit(prompt, id, max_tokens=4, temperature=0)
     stepper.engine.step()
     (_, step) = stepper.steps
     assert (step.failed_passes, step.passes, step.decodes, step.chunks, step.computed_tokens) == (1, 1, 1, 0, 1)
@@ -372,10 +372,10 @@ def test_a_request_that_does_not_fit_into_memory_alone_ends_alone() -> None:
 def test_an_answer_that_was_complete_in_time_is_published_though_the_engine_ends() -> None:
     hostile = Hostile("forward")
     stepper = hostile_engine(hostile, lag=1, mixed_batches=False)
-    stepper.submit([9, 10], "whole", max_tokens=2)
+    stepper.submit([9, 10], "whole", max_tokens=2, temperature=0)
     stepper.engine.step()
     stepper.engine.step()
-    stepper.submit([9, 10], "other", max_tokens=2)
+    stepper.submit([9, 10], "other", max_tokens=2, temperature=0)
     hostile.once = RuntimeError("nobody's fault")
     with patch.object(Isolation, "failed", side_effect=InferError("3 passes")), pytest.raises(InferError):
         stepper.run()

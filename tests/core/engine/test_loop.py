@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from infer import LLM, SamplingParams
 from infer.contracts.request import Event, Request
 from infer.contracts.sections import EngineSettings
 from infer.engine.engine import Engine
+from infer.engine.events import Events
 from infer.engine.loop import AT_ONCE, AsyncDoor, EngineLoop, Mailbox
 from infer.engine.runner import Runner
 from infer.engine.schedulers import ContinuousScheduler
@@ -64,7 +65,7 @@ class Looped:
 
         self.loop = EngineLoop(make, places, clock=clock, max_open_tokens=tokens)
 
-    def submit(self, id: str, mailbox: Callable[[list[Event]], None], max_tokens: int = 3) -> None:
+    def submit(self, id: str, mailbox: Callable[[Sequence[Event]], None], max_tokens: int = 3) -> None:
         self.loop.submit(request(id, max_tokens), mailbox)
 
 
@@ -80,7 +81,7 @@ def looped() -> Iterator[Looped]:
     made.loop.close()
 
 
-def last(mailbox: queue.SimpleQueue[list[Event]]) -> Event:
+def last(mailbox: queue.SimpleQueue[Sequence[Event]]) -> Event:
     """The event that ends it; fails where none comes."""
     while True:
         for event in mailbox.get(timeout=300):
@@ -91,11 +92,11 @@ def last(mailbox: queue.SimpleQueue[list[Event]]) -> Event:
 def test_a_mailbox_that_fails_loses_its_own_request_and_no_other(looped: Looped) -> None:
     told: list[Event] = []
 
-    def fails(events: list[Event]) -> None:
+    def fails(events: Sequence[Event]) -> None:
         told.extend(events)
         raise RuntimeError("nobody at home")
 
-    good: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+    good: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
     looped.submit("first", fails, max_tokens=200)
     looped.submit("second", good.put)
     looped.scheduler.go.set()
@@ -108,7 +109,7 @@ def test_a_mailbox_that_fails_loses_its_own_request_and_no_other(looped: Looped)
 def test_who_finds_no_place_is_told_when_those_who_have_one_will_have_ended() -> None:
     now = 0.0
     looped = Looped(4, lambda: now)
-    mailbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+    mailbox: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
     looped.scheduler.go.set()
     for i, end in enumerate((3.0, 13.0)):
         now = end
@@ -132,7 +133,7 @@ def test_who_finds_no_place_is_told_when_those_who_have_one_will_have_ended() ->
 
 def test_answers_that_share_a_place_leave_the_door_open() -> None:
     looped = Looped(2)
-    mailbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+    mailbox: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
     together = [replace(request(str(i)), group="a") for i in range(2)]
     assert looped.loop.submit_all(together, mailbox.put) == 2
     looped.loop.check_place()
@@ -146,7 +147,7 @@ def test_answers_that_share_a_place_leave_the_door_open() -> None:
 def test_prompts_have_so_many_tokens_together_and_one_alone_any_number() -> None:
     """Each has five."""
     looped = Looped(tokens=12)
-    mailbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+    mailbox: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
     group = [replace(request(str(i)), group="a") for i in range(3)]
     assert looped.loop.submit_all([*group, request("b"), request("c")], mailbox.put) == 4
     looped.loop.check_place()
@@ -169,8 +170,22 @@ def test_prompts_have_so_many_tokens_together_and_one_alone_any_number() -> None
     looped.loop.close()
 
 
+def test_events_of_one_pass_find_their_mailboxes(looped: Looped) -> None:
+    mailboxes: list[queue.SimpleQueue[Sequence[Event]]] = [queue.SimpleQueue() for _ in range(2)]
+    for id, mailbox in zip("abc", (0, 1, 0), strict=True):
+        looped.submit(id, mailboxes[mailbox].put)
+    for ids, expected in (("abc", ["ac", "b"]), ("ac", ["ac", ""]), ("b", ["", "b"]), ("cba", ["ca", "b"])):
+        of = len(ids)
+        looped.loop._publish(Events([*ids], [7] * of, ["x"] * of, [0] * of, {}))
+        told = ["" if mailbox.empty() else [*mailbox.get_nowait()] for mailbox in mailboxes]
+        assert ["".join(event.request_id for event in events) for events in told] == expected
+        assert all(event == Event(event.request_id, (7,), "x") for events in told for event in events)
+    looped.scheduler.go.set()
+    looped.loop.close(drain_s=300)
+
+
 def test_an_engine_that_fails_tells_everyone_and_takes_no_more(looped: Looped) -> None:
-    mailboxes: list[queue.SimpleQueue[list[Event]]] = [queue.SimpleQueue() for _ in range(3)]
+    mailboxes: list[queue.SimpleQueue[Sequence[Event]]] = [queue.SimpleQueue() for _ in range(3)]
     for i, mailbox in enumerate(mailboxes):
         looped.submit(str(i), mailbox.put)
     looped.scheduler.broken = True
@@ -231,7 +246,7 @@ async def test_every_way_of_python_raises_when_the_engine_fails(monkeypatch: pyt
 
 def test_answers_that_cannot_begin_yet_take_no_place(looped: Looped) -> None:
     """Eight places: a group has one until an answer of it begins, and then one for each."""
-    told: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+    told: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
 
     def submit(name: str, count: int, group: str = "") -> int:
         requests = [

@@ -269,7 +269,7 @@ def test_a_request_of_higher_priority_goes_first() -> None:
 
 def _run(llm: LLM, request: Request) -> tuple[list[int], str]:
     """The answer's tokens, and why it ended."""
-    mailbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+    mailbox: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
     llm.loop.submit(request, mailbox.put)
     tokens: list[int] = []
     while True:

@@ -102,6 +102,20 @@ def test_decodes_are_columns_of_what_each_sequence_does_next() -> None:
         assert list(works[1:]) == expected[1:]
 
 
+def test_who_loses_its_place_and_gets_another_in_one_step_computes_its_prompt() -> None:
+    """As a policy may want it that chooses anew in each step."""
+    driver = make(prefill_chunk_size=2)
+    seats, one = driver.scheduler.seats, sequence(0, 3, 9)
+    driver.scheduler.add(one)
+    for _ in range(4):
+        driver.step()
+    step = seats.begin(driver.scheduler.victim)
+    seats.preempt(one)
+    assert seats.admit(one, step)
+    one.num_computed = 2
+    assert chunks(driver.step()) == [("r0", 2, 2)]
+
+
 def test_who_was_preempted_comes_back_once_its_last_token_is_known() -> None:
     driver = make()
     seats, one = driver.scheduler.seats, sequence(0, 3, 9)
