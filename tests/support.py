@@ -588,7 +588,7 @@ def make_engine(
     pool = pool or POOLS[backend](model, dtype, chosen.max_batch_size)
     scheduler = (StaticScheduler if static else ContinuousScheduler)(pool, chosen)
 
-    def publish(events: list[Event]) -> None:
+    def publish(events: Seq[Event]) -> None:
         for event in events:
             stepper.events.setdefault(event.request_id, []).append(event)
 

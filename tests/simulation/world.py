@@ -658,7 +658,7 @@ class World:
     def _ended(self, id: str) -> bool:
         return id in self.events and self.events[id][-1].finish_reason is not None
 
-    def _publish(self, events: list[Event]) -> None:
+    def _publish(self, events: Sequences[Event]) -> None:
         for event in events:
             if event.finish_reason is not None:
                 self._open.discard(event.request_id)

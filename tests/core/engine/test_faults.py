@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,7 +157,7 @@ class World:
         self.loop.close(drain_s=300)
 
     def _mailbox(self) -> Mailbox:
-        def receive(events: list[Event]) -> None:
+        def receive(events: Sequence[Event]) -> None:
             for event in events:
                 self.events[event.request_id].append(event)
             dropped, self.dropped = self.dropped, {event.request_id for event in events}

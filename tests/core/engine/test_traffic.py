@@ -224,7 +224,7 @@ class Traffic(RuleBasedStateMachine):
 
         return wrapper
 
-    def publish(self, events: list[Event]) -> None:
+    def publish(self, events: Seq[Event]) -> None:
         for event in events:
             before = self.events.setdefault(event.request_id, [])
             assert not before or before[-1].finish_reason is None, "nothing follows the last event"

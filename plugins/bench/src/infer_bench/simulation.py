@@ -204,7 +204,7 @@ class Simulation:
             Request(one.prompt_token_ids, params, id, priority=one.priority, owner=Owner(user=one.user), arrival=sent)
         )
 
-    def _publish(self, events: list[Event]) -> None:
+    def _publish(self, events: Sequence[Event]) -> None:
         now, open = self._executor.now, self._open
         gaps: dict[float, int] = {}
         """By length, how many tokens came so long after the one before."""
