@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from itertools import compress, repeat
 from operator import attrgetter, ge, is_
+from typing import Any
 
 from infer.contracts.request import TokenLogprobs
 from infer.contracts.scheduler import PENDING
@@ -46,7 +47,7 @@ class Answers:
         single.update(compress(self._rows, logprobs))
         if not self._stops.isdisjoint(tokens):
             single.update(i for i, token in enumerate(tokens) if token in self._stops)
-        known = [*tokens]
+        known: list[Any] = [*tokens]
         for i in single:
             known[i] = PENDING
         for row, i, token in zip(self.lineup.tokens, at, known, strict=True):
