@@ -178,7 +178,7 @@ class Eagle3Head:
         if self._whole_norm is not None:
             hidden_TD = self._whole_norm(hidden_TD.contiguous())
         if self._norms:
-            parts = hidden_TD.split(self._read, dim=-1)
+            parts = torch.split_with_sizes(hidden_TD, [self._read] * len(self.layers), dim=-1)
             hidden_TD = torch.cat([norm(x.contiguous()) for norm, x in zip(self._norms, parts, strict=True)], dim=-1)
         return self._fc(hidden_TD)
 
@@ -249,9 +249,8 @@ class Eagle3Head:
         if offsets.is_meta:
             return
         tokens_W = torch.arange(self._drafted) + offsets.cpu().long()
-        if not 0 <= int(tokens_W.min()) <= int(tokens_W.max()) < self.vocab_size or len(tokens_W.unique()) < len(
-            tokens_W
-        ):
+        tokens = {token for token in tokens_W.tolist() if 0 <= token < self.vocab_size}
+        if len(tokens) < self._drafted:
             raise CheckpointError(
                 f"The tensor 'd2t' does not lead to {self._drafted} different tokens from 0 to {self.vocab_size - 1}."
             )
