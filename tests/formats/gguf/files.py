@@ -46,9 +46,10 @@ ARCHITECTURES = {
     "Qwen3NextForCausalLM": gguf.MODEL_ARCH.QWEN3NEXT,
 }
 GRANITES = (gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.GRANITE_MOE, gguf.MODEL_ARCH.GRANITE_HYBRID)
-LLAMAS = (gguf.MODEL_ARCH.LLAMA, *GRANITES, gguf.MODEL_ARCH.SMOLLM3, gguf.MODEL_ARCH.NEMOTRON_H)
+NEMOTRON = (gguf.MODEL_ARCH.NEMOTRON_H, gguf.MODEL_ARCH.NEMOTRON_H_MOE)
+LLAMAS = (gguf.MODEL_ARCH.LLAMA, *GRANITES, gguf.MODEL_ARCH.SMOLLM3, *NEMOTRON)
 LFM2 = (gguf.MODEL_ARCH.LFM2, gguf.MODEL_ARCH.LFM2MOE)
-MAMBA = (gguf.MODEL_ARCH.GRANITE_HYBRID, gguf.MODEL_ARCH.NEMOTRON_H, gguf.MODEL_ARCH.FALCON_H1)
+MAMBA = (gguf.MODEL_ARCH.GRANITE_HYBRID, gguf.MODEL_ARCH.FALCON_H1, *NEMOTRON)
 DELTA = (gguf.MODEL_ARCH.QWEN35, gguf.MODEL_ARCH.QWEN35MOE, gguf.MODEL_ARCH.QWEN3NEXT)
 UNIT_OFFSET = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3, *DELTA)
 NORMS = ("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
@@ -87,6 +88,8 @@ def write_gguf(
     arch = ARCHITECTURES[config["architectures"][0]]
     if arch == gguf.MODEL_ARCH.GRANITE_HYBRID and set(config["layer_types"]) == {"full_attention"}:
         arch = gguf.MODEL_ARCH.GRANITE
+    if "moe" in config.get("layers_block_type", ()):
+        arch = gguf.MODEL_ARCH.NEMOTRON_H_MOE
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=part)
     config = known_as(config)
     config["head_dim"] = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
@@ -135,7 +138,10 @@ def own_name(names: gguf.TensorNameMap, name: str, layers: int) -> str:
     name = name.replace("mtp.layers.0", f"model.layers.{layers}")
     if ".experts.gate_up_proj." in name:
         return f"blk.{name.split('.')[2]}.ffn_gate_up_exps.{name.rpartition('.')[2]}"
+    if ".mixer.experts." in name:
+        name = name.replace("backbone.layers", "model.layers").replace("mixer", "mlp")
     alias = name.replace("dt_bias", "dt_proj.bias").replace("expert_bias", "expert_bias.bias")
+    alias = alias.replace("correction_bias", "correction.bias")
     own = names.get_name(alias, try_suffixes=(".weight", ".bias"))
     assert own is not None, name
     return own + (".weight" if name.endswith(("sinks", "layer_scalar", "_proj")) else "")
@@ -254,13 +260,13 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
     writer.add_block_count(config["num_hidden_layers"] + drafting)
     kinds = config.get("layers_block_type") or config.get("layer_types") or []
     width, kv_heads = config["intermediate_size"], config["num_key_value_heads"]
-    hybrid = "full_attention" in kinds and arch in (*LFM2, *GRANITES, gguf.MODEL_ARCH.NEMOTRON_H)
-    mlps = [width if kind == "mlp" else 0 for kind in kinds]
+    hybrid = "full_attention" in kinds and arch in (*LFM2, *GRANITES, *NEMOTRON)
+    widths = {"mlp": width, "moe": config.get("moe_intermediate_size")}
     writer.add_head_count(config["num_attention_heads"])
     if arch == gguf.MODEL_ARCH.GEMMA4:
         write_gemma4(writer, config)
     else:
-        writer.add_feed_forward_length(mlps if arch == gguf.MODEL_ARCH.NEMOTRON_H else width)
+        writer.add_feed_forward_length([widths.get(kind, 0) for kind in kinds] if arch in NEMOTRON else width)
         writer.add_head_count_kv(
             [kv_heads if kind == "full_attention" else 0 for kind in kinds] if hybrid else kv_heads
         )
@@ -276,7 +282,18 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
     if arch != gguf.MODEL_ARCH.GEMMA4:
         writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope["rope_theta"])
-    if experts := config.get("num_experts") or config.get("num_local_experts"):
+    if arch == gguf.MODEL_ARCH.NEMOTRON_H_MOE:
+        writer.add_expert_count(config["n_routed_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_group_count(config["n_group"])
+        if latent := config["moe_latent_size"]:
+            writer.add_moe_latent_size(latent)
+    elif experts := config.get("num_experts") or config.get("num_local_experts"):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.get("top_k_experts") or config["num_experts_per_tok"])
     if arch in LFM2:

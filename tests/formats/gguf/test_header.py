@@ -249,6 +249,12 @@ MIXED: dict[str, tuple[Family, str, Any, str]] = {
         False,
         "finetuned is False; it has to be true: infer reads no",
     ),
+    "groups": (
+        "nemotron_h",
+        "nemotron_h_moe.expert_group_count",
+        4,
+        "expert_group_count is 4; it has to be 1: infer chooses no groups of experts",
+    ),
     "gating": ("lfm2_moe", "lfm2moe.expert_gating_func", 1, "expert_gating_func is 1; it has to be 2, a sigmoid"),
 }
 
@@ -256,7 +262,8 @@ MIXED: dict[str, tuple[Family, str, Any, str]] = {
 @pytest.mark.parametrize("case", MIXED)
 def test_settings_of_layers_of_several_kinds_that_are_wrong(case: str, tmp_path: Path) -> None:
     family, key, value, says = MIXED[case]
-    folder = write_checkpoint(tmp_path / "hub", family)
+    mixed: dict[str, Any] = {"hybrid_override_pattern": "ME*M"} if key.startswith("nemotron_h_moe") else {}
+    folder = write_checkpoint(tmp_path / "hub", family, **mixed)
     write_gguf(folder, tmp_path / "model.gguf", edit=edited(key, value))
     with pytest.raises(CheckpointError, match=says), LLM(str(tmp_path / "model.gguf"), **FAST):
         pass

@@ -89,6 +89,8 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"family": "qwen3_5_moe"},
     "qwen3_next": {"family": "qwen3_next", "seed": 1},
     "nemotron_h": {"family": "nemotron_h"},
+    "nemotron_h-experts": MODELS["nemotron_h-experts"],
+    "nemotron_h-latent": MODELS["nemotron_h-latent"] | {"mlp_bias": False},
     "falcon_h1": {"family": "falcon_h1", "tied": False},
     "falcon_h1-norm": {
         "family": "falcon_h1",
@@ -155,6 +157,8 @@ WIDE_GEMMA4: dict[str, Any] = {"window": 9, "layer_types": ["sliding_attention",
 WIDE_GEMMA4 |= {"global_head_dim": 128, "kv_heads": 1, "hidden_size_per_layer_input": 256}
 MIXED_GEMMA4: dict[str, Any] = WIDE_GEMMA4 | {"hidden_size_per_layer_input": 0, "moe_intermediate_size": 256}
 MIXED_GEMMA4 |= {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "attention_k_eq_v": True}
+WIDE_NEMOTRON = {"hybrid_override_pattern": "ME*", "moe_intermediate_size": 64, "mamba_head_dim": 16}
+WIDE_NEMOTRON |= {"moe_shared_expert_intermediate_size": 96, "mamba_num_heads": 8, "tied": False}
 QUANTIZED: dict[str, tuple[Family, dict[str, Any]]] = {
     **{type: ("llama", {"kv_heads": 2}) for type in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")},
     "Q4_1": ("qwen3_moe", {"moe_intermediate_size": 64, "norm_topk_prob": True}),
@@ -169,6 +173,7 @@ QUANTIZED: dict[str, tuple[Family, dict[str, Any]]] = {
     "Q8_0 gemma4": ("gemma4", WIDE_GEMMA4),
     "Q4_K gemma4": ("gemma4", WIDE_GEMMA4),
     "Q8_0 gemma4-experts": ("gemma4", MIXED_GEMMA4),
+    "Q8_0 nemotron_h": ("nemotron_h", WIDE_NEMOTRON),
     "Q6_K gemma4-experts": ("gemma4", MIXED_GEMMA4),
 }
 """By type, and what tells two cases of one type apart."""
@@ -220,16 +225,23 @@ def test_quantized_weights_are_those_that_the_package_dequantizes(case: str, tmp
     against_transformers(file, folder)
 
 
-def test_drafting_layers_are_left_out(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "hub", **CASES["qwen3_5"])
+@pytest.mark.parametrize(("case", "arch"), [("qwen3_5", "qwen35"), *slowly(("nemotron_h-experts", "nemotron_h_moe"))])
+def test_drafting_layers_are_left_out(case: str, arch: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "hub", **CASES[case])
     files = [tmp_path / "model.gguf", tmp_path / "drafts.gguf"]
 
     def edit(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-        writer.kv_data[0].pop("qwen35.block_count")
+        held = writer.kv_data[0]
+        held.pop(f"{arch}.block_count")
         writer.add_block_count(5)
         writer.add_nextn_predict_layers(1)
+        for key, value in ((f"{arch}.attention.head_count_kv", 2), (f"{arch}.feed_forward_length", 24)):
+            if isinstance(each := held[key].value, list):
+                held[key].value = [*each, value]
         writer.add_tensor("blk.4.nextn.eh_proj.weight", torch.ones(48, 96).numpy())
         writer.add_tensor("blk.4.attn_q.weight", torch.ones(128, 48).numpy())
+        if "moe" in arch:
+            writer.add_tensor("blk.4.ffn_up_exps.weight", torch.ones(6, 24, 48).numpy())
 
     write_gguf(folder, files[0])
     write_gguf(folder, files[1], edit=edit)

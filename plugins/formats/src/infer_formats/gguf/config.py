@@ -14,9 +14,9 @@ from torch import Tensor
 from infer.errors import CheckpointError
 from infer_formats.gguf.gemma import GEMMA_27B_LAYERS, gemma, gemma4
 from infer_formats.gguf.header import TensorInfo
-from infer_formats.gguf.hybrids import delta_nets, granite, short_convolutions, state_space
+from infer_formats.gguf.hybrids import delta_nets, granite, short_convolutions, squared_experts, state_space
 from infer_formats.gguf.metadata import Metadata
-from infer_formats.gguf.names import CONVOLVED, DELTA, MIXTURES, TURNED
+from infer_formats.gguf.names import CONVOLVED, DELTA, MIXTURES, NEMOTRON, TURNED
 from infer_formats.gguf.rope import rope_scaling
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ ARCHITECTURES = {
     "lfm2": "Lfm2ForCausalLM",
     "lfm2moe": "Lfm2MoeForCausalLM",
     "granitehybrid": "GraniteMoeHybridForCausalLM",
-    "nemotron_h": "NemotronHForCausalLM",
+    **dict.fromkeys(NEMOTRON, "NemotronHForCausalLM"),
     "falcon-h1": "FalconH1ForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM",
     "qwen35moe": "Qwen3_5MoeForCausalLM",
@@ -47,9 +47,9 @@ ARCHITECTURES = {
 }
 DTYPES = {"F32": "float32", "F16": "float16"}
 """The dtype to compute in, by the type of most weights; bfloat16 for all others."""
-MAMBA = ("granitehybrid", "nemotron_h", "falcon-h1")
+MAMBA = ("granitehybrid", "falcon-h1", *NEMOTRON)
 """Architectures with Mamba 2."""
-MIXED = ("granitehybrid", "nemotron_h", *CONVOLVED)
+MIXED = ("granitehybrid", *NEMOTRON, *CONVOLVED)
 """Those with layers of several kinds. K/V heads are counted for each, and layers without attention have none."""
 VARIED = ("gemma4", *DELTA)
 """Those that may have another number of K/V heads, or another width, in each layer."""
@@ -99,7 +99,7 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
     window = meta.whole(at("attention.sliding_window")) or None
     layers, kv_key, width_key = meta.size(at("block_count")), at("attention.head_count_kv"), at("feed_forward_length")
     kv_heads = meta.layers(kv_key, layers) if arch in MIXED else []
-    widths = meta.layers(width_key, layers) if arch == "nemotron_h" else []
+    widths = meta.layers(width_key, layers) if arch in NEMOTRON else []
     sizes = meta.each if arch in VARIED else meta.alike
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[arch]],
@@ -122,7 +122,7 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
     }
     rotated = meta.whole(at("rope.dimension_count"), head_dim, least=1)
     assert rotated is not None
-    if rotated != head_dim and arch != "nemotron_h":  # which rotates nothing
+    if rotated != head_dim and arch not in NEMOTRON:  # which rotate nothing
         if arch not in ("phi3", *DELTA) or rotated > head_dim:
             raise meta.bad(at("rope.dimension_count"), f"the size of a head, {head_dim}")
         config["partial_rotary_factor"] = (
@@ -190,15 +190,17 @@ def _mixture(meta: Metadata, arch: str, experts: int) -> dict[str, Any]:
     architecture."""
     at = functools.partial("{}.{}".format, arch)
     for key in ("expert_shared_feed_forward_length", "expert_shared_count"):
-        if arch not in ("granitehybrid", *DELTA) and meta.whole(at(key), 0):
+        if arch not in ("granitehybrid", "nemotron_h_moe", *DELTA) and meta.whole(at(key), 0):
             raise meta.bad(at(key), f"0: infer reads no shared experts of {arch} from GGUF")
     config: dict[str, Any] = {"num_experts_per_tok": meta.size(at("expert_used_count"))}
     if width := meta.whole(at("expert_feed_forward_length")):
-        apart = arch in ("qwen3moe", "lfm2moe", "gemma4", *DELTA)
+        apart = arch in ("qwen3moe", "lfm2moe", "gemma4", "nemotron_h_moe", *DELTA)
         config |= {"moe_intermediate_size" if apart else "intermediate_size": width}
     if arch in DELTA:
         shared = meta.size(at("expert_shared_feed_forward_length"))
         return config | {"num_experts": experts, "shared_expert_intermediate_size": shared}
+    if arch == "nemotron_h_moe":
+        config |= squared_experts(meta, arch)
     if arch == "gemma4":
         top = config.pop("num_experts_per_tok")
         return config | {"num_experts": experts, "top_k_experts": top, "enable_moe_block": True}

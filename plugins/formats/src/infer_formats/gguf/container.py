@@ -168,7 +168,8 @@ class GGUFFormat:
                 self._held(expert(index), layers).append(Place(name, index, part, len(experts)))
 
     def _held(self, hub: str, layers: int) -> list[Place]:
-        return self._names.setdefault(names.drafting_name(hub, layers) if self._delta else hub, [])
+        drafts = self._files.architecture in names.DRAFTING
+        return self._names.setdefault(names.drafting_name(hub, layers) if drafts else hub, [])
 
     def names(self) -> list[str]:
         return list(self._names)

@@ -9,6 +9,7 @@ from typing import Any
 from infer.errors import CheckpointError
 from infer_formats.gguf.header import TensorInfo
 from infer_formats.gguf.metadata import Metadata
+from infer_formats.gguf.names import NEMOTRON
 
 
 def state_space(
@@ -27,12 +28,15 @@ def state_space(
     if size % heads:
         raise meta.bad(at("ssm.inner_size"), f"a multiple of ssm.time_step_rank, {heads}")
     biased, conv_biased = ("ssm_in.bias" in names), ("ssm_conv1d.bias" in names)
-    if arch == "nemotron_h":
+    if arch in NEMOTRON:
+        wide = "moe" if arch == "nemotron_h_moe" else "mlp"
         kinds = [
-            "full_attention" if kv else "mlp" if mlp else "linear_attention"
+            "full_attention" if kv else wide if mlp else "linear_attention"
             for kv, mlp in zip(kv_heads, widths, strict=True)
         ]
+        kinds = kinds[: len(kinds) - (drafting_layers(meta, arch) if wide == "moe" else 0)]
         return {
+            "num_hidden_layers": len(kinds),
             "layers_block_type": kinds,
             "layer_norm_epsilon": config["rms_norm_eps"],
             "mamba_num_heads": heads,
@@ -73,6 +77,30 @@ def state_space(
     }
 
 
+def squared_experts(meta: Metadata, arch: str) -> dict[str, Any]:
+    """What the config of Nemotron 3's experts has beside the others."""
+    at = functools.partial("{}.{}".format, arch)
+    if meta.whole(at("expert_group_count"), 1) not in (0, 1):
+        raise meta.bad(at("expert_group_count"), "1: infer chooses no groups of experts")
+    if meta.whole(at("expert_gating_func"), 2) != 2:
+        raise meta.bad(at("expert_gating_func"), "2, a sigmoid")
+    meta.read.update(map(at, ("expert_shared_count", "expert_group_used_count")))
+    return {
+        "moe_shared_expert_intermediate_size": meta.size(at("expert_shared_feed_forward_length")),
+        "moe_latent_size": meta.whole(at("moe_latent_size")) or None,
+        "norm_topk_prob": meta.truth(at("expert_weights_norm"), True),
+        "routed_scaling_factor": meta.number(at("expert_weights_scale"), 1.0),
+    }
+
+
+def drafting_layers(meta: Metadata, arch: str) -> int:
+    """How many of a file's last layers draft tokens."""
+    layers, drafting = meta.size(f"{arch}.block_count"), meta.whole(f"{arch}.nextn_predict_layers", 0) or 0
+    if drafting >= layers:
+        raise meta.bad(f"{arch}.nextn_predict_layers", f"fewer than block_count, {layers}")
+    return drafting
+
+
 def delta_nets(meta: Metadata, arch: str, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     """What a config with gated delta nets has beside the others. A layer that has q apart has attention."""
     at = functools.partial("{}.{}".format, arch)
@@ -83,9 +111,7 @@ def delta_nets(meta: Metadata, arch: str, tensors: Mapping[str, TensorInfo]) -> 
         raise meta.bad(at("ssm.inner_size"), f"a multiple of ssm.time_step_rank, {value_heads}")
     # Text has one position in all sections of its rotation, and layers say themselves what they are.
     meta.read.update(map(at, ("rope.dimension_sections", "full_attention_interval", "attention.recurrent_layers")))
-    layers, drafting = meta.size(at("block_count")), meta.whole(at("nextn_predict_layers"), 0) or 0
-    if drafting >= layers:
-        raise meta.bad(at("nextn_predict_layers"), f"fewer than block_count, {layers}")
+    layers, drafting = meta.size(at("block_count")), drafting_layers(meta, arch)
     full = [f"blk.{i}.attn_q.weight" in tensors for i in range(layers - drafting)]
     return {
         "num_hidden_layers": len(full),

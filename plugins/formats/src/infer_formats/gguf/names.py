@@ -11,12 +11,16 @@ from torch import Tensor
 
 from infer.weight import GroupedWeight, Weight
 
-TURNED = ("llama", "granite", "granitemoe", "smollm3", "granitehybrid", "nemotron_h")
+NEMOTRON = ("nemotron_h", "nemotron_h_moe")
+"""Nemotron-H without experts, and with them."""
+TURNED = ("llama", "granite", "granitemoe", "smollm3", "granitehybrid", *NEMOTRON)
 """Architectures whose q and k rotate neighbors instead of halves."""
 CONVOLVED = ("lfm2", "lfm2moe")
 """Architectures with short convolutions."""
 DELTA = ("qwen35", "qwen35moe", "qwen3next")
 """Those with gated delta nets."""
+DRAFTING = (*DELTA, "nemotron_h_moe")
+"""Those whose last layers may be a draft head."""
 TILED = ("qwen35", "qwen35moe")
 """Those of them whose value heads are in another order than the hub's."""
 OUTSIDE = {
@@ -29,7 +33,10 @@ OUTSIDE = {
 }
 OUTSIDE_OF = {
     **{arch: {"token_embd_norm.weight": "model.embedding_norm.weight"} for arch in CONVOLVED},
-    "nemotron_h": {"token_embd.weight": "backbone.embeddings.weight", "output_norm.weight": "backbone.norm_f.weight"},
+    **{
+        arch: {"token_embd.weight": "backbone.embeddings.weight", "output_norm.weight": "backbone.norm_f.weight"}
+        for arch in NEMOTRON
+    },
     "falcon-h1": {"output_norm.weight": "model.final_layernorm.weight"},
 }
 WITHIN = {
@@ -58,6 +65,26 @@ STATE_SPACE = {
     "ssm_out": "out_proj",
 }
 """Names within Mamba 2."""
+NEXT = {
+    "nextn.eh_proj": "nextn.fc",
+    "nextn.enorm": "nextn.pre_fc_norm_embedding",
+    "nextn.hnorm": "nextn.pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "nextn.norm",
+}
+"""What a draft head has beside its layers."""
+NEMOTRON_H = {
+    "attn_norm": "norm",
+    **{f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"},
+    "attn_output": "mixer.o_proj",
+    **{f"ffn_{part}": f"mixer.{part}_proj" for part in ("up", "down")},
+    **{f"ffn_{part}_shexp": f"mixer.shared_experts.{part}_proj" for part in ("up", "down")},
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b": "mixer.gate.e_score_correction_bias",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
+    **{part: f"mixer.{hub}" for part, hub in STATE_SPACE.items()},
+    **NEXT,
+}
 LFM2 = {
     "attn_norm": "operator_norm",
     "attn_q_norm": "self_attn.q_layernorm",
@@ -73,7 +100,8 @@ LFM2 = {
     "ffn_gate_inp": "feed_forward.gate",
     "exp_probs_b": "feed_forward.expert_bias",
 }
-BARE = ("sinks", "layer_scalar", "dt_bias", "A_log", "D", "expert_bias", "scale", "per_expert_scale")
+BARE = ("sinks", "layer_scalar", "dt_bias", "A_log", "D", "scale", "per_expert_scale")
+BARE += ("expert_bias", "e_score_correction_bias")
 """Ends of the hub's names that have no "weight" or "bias" behind them."""
 DELTA_NET = {
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -88,12 +116,9 @@ DELTA_NET = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
-    "nextn.eh_proj": "nextn.fc",
-    "nextn.enorm": "nextn.pre_fc_norm_embedding",
-    "nextn.hnorm": "nextn.pre_fc_norm_hidden",
-    "nextn.shared_head_norm": "nextn.norm",
+    **NEXT,
 }
-"""Names within Qwen3.5. What is "nextn" stands beside the layers of the draft head."""
+"""Names within Qwen3.5."""
 GATE_AND_UP, QKVZ = "shared_mlp.input_linear.weight", "linear_attn.in_proj_qkvz.weight"
 """The ends of the hub's names of tensors that are two in a file."""
 SECOND = (".ffn_up", ".attn_gate")
@@ -115,14 +140,7 @@ WITHIN_OF = {
         **{f"ffn_down{end}": "shared_mlp.output_linear" for end in ("", "_shexp")},
         **{part: f"mamba.{hub}" for part, hub in STATE_SPACE.items()},
     },
-    "nemotron_h": {
-        "attn_norm": "norm",
-        **{f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"},
-        "attn_output": "mixer.o_proj",
-        "ffn_up": "mixer.up_proj",
-        "ffn_down": "mixer.down_proj",
-        **{part: f"mixer.{hub}" for part, hub in STATE_SPACE.items()},
-    },
+    **dict.fromkeys(NEMOTRON, NEMOTRON_H),
     "falcon-h1": {
         "ffn_norm": "pre_ff_layernorm",
         **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
@@ -173,6 +191,7 @@ MIXTURES = {
     "lfm2moe": Mixture("feed_forward.experts", "w1", "w3", "w2"),
     "gpt-oss": Mixture("mlp.experts", "gate_up_proj", "gate_up_proj", interleaved=True),
     "gemma4": Mixture("experts"),
+    "nemotron_h_moe": Mixture("mixer.experts"),
 }
 
 
@@ -181,16 +200,19 @@ def hub_name(arch: str, name: str) -> str:
     if match := re.fullmatch(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias))?", name):
         layer, part, kind = match.groups()
         if hub := WITHIN_OF.get(arch, {}).get(part) or WITHIN.get(part):
-            layers = "backbone.layers" if arch == "nemotron_h" else "model.layers"
             bare = hub.split(".")[-1] in BARE
-            return f"{layers}.{int(layer)}.{hub}" + ("" if bare else f".{kind or 'weight'}")
+            return f"{_layer(arch, layer)}.{hub}" + ("" if bare else f".{kind or 'weight'}")
     return OUTSIDE_OF.get(arch, {}).get(name) or OUTSIDE.get(name, name)
+
+
+def _layer(arch: str, number: str) -> str:
+    return f"{'backbone' if arch in NEMOTRON else 'model'}.layers.{int(number)}"
 
 
 def drafting_name(name: str, layers: int) -> str:
     """A tensor's name in the hub's checkpoints, in which a draft head is apart from the ``layers`` of the model, rather
     than behind them."""
-    match = re.match(r"model\.layers\.(\d+)\.(nextn\.)?", name)
+    match = re.match(r"(?:model|backbone)\.layers\.(\d+)\.(nextn\.)?", name)
     if match is None or int(match[1]) < layers:
         return name
     return ("mtp." if match[2] else f"mtp.layers.{int(match[1]) - layers}.") + name[match.end() :]
@@ -203,7 +225,7 @@ def expert_names(arch: str, name: str) -> list[Callable[[int], str]]:
     if match is None or arch not in MIXTURES:
         return []
     mixture = MIXTURES[arch]
-    place, parts = f"model.layers.{int(match[1])}.{mixture.experts}", match[2].split("_")
+    place, parts = f"{_layer(arch, match[1])}.{mixture.experts}", match[2].split("_")
     ends = [f"{getattr(mixture, part)}.{match[3]}" for part in parts]
     return [lambda index, end=end: f"{place}.{index}.{end}" for end in ends]  # type: ignore[misc]
 
