@@ -16,7 +16,7 @@ from torch import Tensor
 
 from infer.contracts.adapters import AdapterPart, AdapterRows
 from infer.contracts.attention import KV, AttentionSpec, HeadNorms, Ragged, Rotary
-from infer.contracts.kernels import Activation, Draws, Expert, PackedMemory, Routing
+from infer.contracts.kernels import Activation, Draws, Expert, ExpertActivation, PackedMemory, Routing
 from infer.contracts.states import DeltaRule, StateRows, StateSpace
 from infer.errors import SettingsError
 from infer.kernels.reference import PackedExperts, ReferenceKernels
@@ -323,6 +323,14 @@ class BiasedShares(ReferenceKernels):
     def route(self, logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
         experts, shares = super().route(logits_TX, routing, bias_X)
         return experts, shares if bias_X is None else shares + bias_X[experts.long()]
+
+
+@planted("experts without gates count twice", "ungated_experts", "experts without gates .*in token")
+class Doubled(ReferenceKernels):
+    def gated_experts(
+        self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, packed: Any, activation: ExpertActivation
+    ) -> Tensor:
+        return super().gated_experts(x_TD, experts_TJ, shares_TJ * (1 + (activation == "relu2")), packed, activation)
 
 
 @planted("an expert's down projection has no bias", "gated_experts", "gated_experts of .* in token 0")
