@@ -507,7 +507,8 @@ def write_eagle(
         **config,
     }
     q, k = size, size // HEADS * kv_heads
-    layer = {"self_attn.q_proj": (q, 2 * size), "self_attn.k_proj": (k, 2 * size), "self_attn.v_proj": (k, 2 * size)}
+    layer: dict[str, tuple[int, ...]] = {"self_attn.q_proj": (q, 2 * size), "self_attn.k_proj": (k, 2 * size)}
+    layer |= {"self_attn.v_proj": (k, 2 * size)}
     layer |= {"self_attn.o_proj": (size, q), "mlp.gate_proj": (80, size), "mlp.up_proj": (80, size)}
     layer |= {"mlp.down_proj": (size, 80), "input_layernorm": (size,), "hidden_norm": (size,)}
     layer |= {"post_attention_layernorm": (size,)}

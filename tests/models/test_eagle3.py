@@ -105,7 +105,8 @@ def layer(t: Tensors, c: dict[str, Any], embedded_TD: Tensor, hidden_TD: Tensor)
 
 def entering(folder: Path, token_ids: Sequence[int], layers: Sequence[int]) -> list[Tensor]:
     """The hidden states that enter the layers of transformers' model, or its final norm."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval().double()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model.eval().double()
     found: dict[int, Tensor] = {}
     parts = [*model.model.layers, model.model.norm]
     for i in layers:

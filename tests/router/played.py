@@ -4,8 +4,9 @@ import json
 import os
 import sys
 import threading
+from typing import Any
 
-SAID: dict[str, object] = {"kind": sys.argv[1]}
+SAID: dict[str, Any] = {"kind": sys.argv[1]}
 if SAID["kind"] == "spare":
     SAID["modules"] = json.loads(sys.stdin.readline())["modules"]
     if "hangs" in SAID["modules"]:
