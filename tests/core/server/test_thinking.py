@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests import serving
 from tests.serving import Body, running, thinker
 
 from infer.contracts.sections import ModelSettings
+from infer.server.conversation import untold_effort
 
 CHAT = "/v1/chat/completions"
 ASKED: Body = {
@@ -92,6 +94,39 @@ async def test_an_effort_bounds_the_reasoning_where_the_template_knows_none(tmp_
     async with running(model=section, engine={"max_seq_len": 256}) as server:
         free = await answer(chat_template_kwargs={"enable_thinking": True})
         assert await answer(reasoning_effort="low") == free, "a template that knows efforts decides"
+
+
+ALL = ("reasoning_effort", "enable_thinking", "thinking")
+SWITCH, WORD = ("enable_thinking",), ("reasoning_effort",)
+
+
+@pytest.mark.parametrize(
+    ("known", "effort", "hints", "taken", "refused"),
+    [
+        ((), None, {}, None, None),
+        ((), "low", {}, "low", "low"),
+        ((), "none", {}, "none", "none"),
+        (WORD, "low", {}, None, "low"),
+        (WORD, "none", {}, "none", "none"),
+        (SWITCH, "low", {}, "low", "low"),
+        (SWITCH, "none", {}, None, None),
+        (("thinking",), "none", {}, None, None),
+        (ALL, "low", {}, None, "low"),
+        (ALL, "none", {}, None, None),
+        (ALL, None, {"reasoning_effort": "low"}, None, "low"),
+        (SWITCH, None, {"reasoning_effort": "low"}, "low", "low"),
+        (WORD, None, {"enable_thinking": False}, "none", "none"),
+        (WORD, None, {"enable_thinking": False, "reasoning_effort": "low"}, "none", "none"),
+        (ALL, None, {"enable_thinking": False, "reasoning_effort": "low"}, None, None),
+        (ALL, None, {"enable_thinking": True, "reasoning_effort": "low"}, None, "low"),
+        ((), None, {"enable_thinking": True}, None, None),
+        (WORD, "high", {"reasoning_effort": "low"}, None, "high"),
+    ],
+)
+def test_an_effort_that_the_template_is_not_told_is_left_to_the_budget(
+    known: Sequence[str], effort: str | None, hints: dict[str, Any], taken: str | None, refused: str | None
+) -> None:
+    assert untold_effort(known, effort, hints) == (taken, refused)
 
 
 @pytest.mark.parametrize(

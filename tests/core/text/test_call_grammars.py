@@ -242,6 +242,7 @@ def bad(format: str) -> list[str]:
         "gemma": ['<|tool_call>call:ns__patch{input:"x"}', "<|tool_call>call:ns__patch{}"],
         "harmony": [
             f" to=functions.ns__patch<|message|>{arguments}",
+            f"<|channel|>commentary to=functions.ns__<|end|>patch<|message|>{arguments}",
             f"<|channel|>to=ns__patch<|message|>{arguments}",
             f"<|start|>assistant to=look to=ns__patch<|message|>{arguments}",
             f"{written(format, 'ns__patch', GOOD).removesuffix('<|call|>')} and",
