@@ -99,13 +99,10 @@ def _spec(kind: str, tools: Sequence[ToolGrammar], **more: Any) -> str:
 
 def added(tokenizer: Tokenizer) -> Added:
     """A tokenizer's."""
-    found = Added({}, {})
-    for id, token in tokenizer.get_added_tokens_decoder().items():
-        if token.special:
-            found.hidden[token.content] = id
-        elif re.fullmatch("(?s)<.*>", token.content):
-            found.visible[token.content] = id
-    return found
+    tokens = tokenizer.get_added_tokens_decoder().items()
+    marks = {token.content: id for id, token in tokens if re.fullmatch("(?s)<.*>", token.content)}
+    hidden = {token.content: id for id, token in tokens if token.special}
+    return Added({text: id for text, id in marks.items() if text not in hidden}, hidden)
 
 
 def _own(tool: ToolGrammar) -> str:
@@ -155,5 +152,8 @@ def _within(tools: Sequence[ToolGrammar], own: Sequence[str], spec: Mapping[str,
     forms = [CallForm(*form) for form in spec["forms"]]
     rules = FreeRules(forms, [tool.name for tool in tools], tokens, hidden)
     lines = rules.lines(spec["tags"], opened=spec["opened"])
-    parts = {name: _part(tools[i], own[i], *around) for (i, *around), name in rules.parts.items()}
+    parts = {
+        name: _part(tools[i], own[i], before, after, closing)
+        for (i, before, after, closing), name in rules.parts.items()
+    }
     return _grammars("\n".join(lines), parts)
