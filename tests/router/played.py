@@ -8,8 +8,8 @@ from typing import Any
 
 SAID: dict[str, Any] = {"kind": sys.argv[1]}
 if SAID["kind"] == "spare":
-    SAID["modules"] = json.loads(sys.stdin.readline())["modules"]
-    if "hangs" in SAID["modules"]:
+    SAID["modules"] = modules = json.loads(sys.stdin.readline())["modules"]
+    if "hangs" in modules:
         threading.Event().wait()
     print("infer: warm", flush=True)
 if not (line := sys.stdin.readline()):

@@ -252,10 +252,15 @@ def test_one_whose_import_hangs_is_ended_by_the_system(tmp_path: Path, monkeypat
     process._process.communicate()
 
 
-def test_one_that_has_imported_all_waits_as_long_as_it_has_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_has_a_limit_while_it_imports_and_none_while_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "timed.py").write_text("import signal\nLEFT = signal.getitimer(signal.ITIMER_REAL)")
+    monkeypatch.syspath_prepend(tmp_path)
     left = []
     monkeypatch.setattr(gc, "freeze", lambda: left.append(signal.getitimer(signal.ITIMER_REAL)))
-    assert _prepared(io.StringIO(json.dumps({"modules": ["json"], "within_s": 600.0}) + "\n")) is not None
+    assert _prepared(io.StringIO(json.dumps({"modules": ["timed"], "within_s": 600.0}) + "\n")) is not None
+    assert 0 < sys.modules.pop("timed").LEFT[0] <= 600
     assert left == [(0.0, 0.0)]
 
 
