@@ -295,7 +295,7 @@ class Clock:
         return 1 + 0.03 * (rows - 1)
 
 
-@pytest.mark.parametrize(("name", "least"), [("right", 3.0), ("often", 1.8), ("wrong", 0.97)])
+@pytest.mark.parametrize(("name", "least"), [("right", 4.5), ("often", 2.5), ("wrong", 0.99)])
 def test_drafts_of_a_head_pay_if_they_are_right_and_are_given_up_if_not(
     name: str, least: float, predictable: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
