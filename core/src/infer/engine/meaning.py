@@ -102,7 +102,8 @@ def _gated_experts(kernels: KernelsProtocol, name: str, rows: tuple[Tensor, ...]
     def result(expert: Any) -> Tensor:
         inner = x.double() @ expert.gate_up_NK.double().T
         hidden = inner.relu().square() if activation == "relu2" else REFERENCE.gated(inner, activation)
-        return hidden.to(x.dtype).double() @ expert.down_NK.double().T
+        out: Tensor = hidden.to(x.dtype).double() @ expert.down_NK.double().T
+        return out
 
     results = list(map(result, experts))
     return found, 0.5 * torch.where(chosen.bool(), results[1], results[0])

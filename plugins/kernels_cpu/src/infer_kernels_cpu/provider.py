@@ -43,9 +43,8 @@ from infer_kernels_cpu.recording import Recorder
 
 CHUNK = 1 << 20
 """How many weights of a type without a number are converted at a time."""
-GATES: dict[ExpertActivation | None, int] = {
-    activation: code for code, activation in enumerate((None, "silu", "gelu_pytorch_tanh", "clamped_swiglu", "relu2"))
-}
+GATES: dict[ExpertActivation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}
+GATES |= {"clamped_swiglu": 3, "relu2": 4}
 """The native code's numbers of the activations (its ``Gate``)."""
 
 

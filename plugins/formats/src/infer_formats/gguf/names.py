@@ -100,8 +100,10 @@ LFM2 = {
     "ffn_gate_inp": "feed_forward.gate",
     "exp_probs_b": "feed_forward.expert_bias",
 }
-BARE = ("sinks", "layer_scalar", "dt_bias", "A_log", "D", "scale", "per_expert_scale")
-BARE += ("expert_bias", "e_score_correction_bias")
+BARE = (
+    *("sinks", "layer_scalar", "dt_bias", "A_log", "D", "scale", "per_expert_scale"),
+    *("expert_bias", "e_score_correction_bias"),
+)
 """Ends of the hub's names that have no "weight" or "bias" behind them."""
 DELTA_NET = {
     "attn_qkv": "linear_attn.in_proj_qkv",
