@@ -1062,7 +1062,7 @@ def test_published_configs(name: str) -> None:
         empty = transformers.AutoModelForCausalLM.from_config(theirs)  # type: ignore[no-untyped-call]
     own = "backbone" if config["model_type"] == "nemotron_h" else "model"
     biases = ((name, b) for name, b in empty.named_buffers() if name.endswith("e_score_correction_bias"))
-    names = {}
+    names: dict[str, tuple[int, ...]] = {}
     for name, tensor in (*empty.named_parameters(), *biases):
         place, experts, part = name.replace("model.", f"{own}.").partition(".experts.")
         each = [f"{place}.experts.{i}.{part}.weight" for i in range(len(tensor))] if experts else [place]

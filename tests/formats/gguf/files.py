@@ -247,8 +247,8 @@ def mixed(tensors: dict[str, Tensor], config: Mapping[str, Any], fused: bool) ->
             made[name] = tensor
     for gate in [name for name in made if fused and ".experts.gate_proj." in name]:
         place, kind = gate.split(".experts.gate_proj.")
-        rows = torch.cat((made.pop(gate), made.pop(f"{place}.experts.up_proj.{kind}")), dim=1)
-        made[f"{place}.experts.gate_up_proj.{kind}"] = rows
+        both = torch.cat((made.pop(gate), made.pop(f"{place}.experts.up_proj.{kind}")), dim=1)
+        made[f"{place}.experts.gate_up_proj.{kind}"] = both
     return {name: tensor.contiguous() for name, tensor in made.items()}
 
 
