@@ -65,7 +65,7 @@ def turn(kind: Kind, rows: int, draw: random.Random) -> list[float]:
     prompts = [[draw.randrange(3, 4000) for _ in range(PROMPT)] for _ in range(rows)]
     wanted = [kind.adapters[i % len(kind.adapters)] for i in range(rows)]
     asked = [kind.llm.request(prompt, params, adapter=one) for prompt, one in zip(prompts, wanted, strict=True)]
-    events: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+    events: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
     left = kind.llm.loop.submit_all(asked, events.put)  # together, so that all are decoded in the same steps
     while left:
         left -= sum(event.finish_reason is not None for event in events.get())

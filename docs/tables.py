@@ -13,6 +13,7 @@ import ast
 import contextlib
 import inspect
 import json
+import os
 import re
 import statistics
 import sys
@@ -43,6 +44,7 @@ from infer.plugins.discovery import Plugins  # noqa: E402
 from infer.server.endpoints.metrics import Metrics  # noqa: E402
 from infer.server.service import Service  # noqa: E402
 from infer.settings import load_settings  # noqa: E402
+from infer_kernels_cpu.native import VARIABLE  # noqa: E402
 
 SHAPES = ("Qwen3-0.6B", "Gemma-3-1B", "Llama-3.2-1B", "Granite-3.1-1B-A400M", "Llama-3.2-3B", "OLMoE-1B-7B", "Qwen3-8B")
 CARDS = "https://huggingface.co"
@@ -234,7 +236,7 @@ def compared() -> str:
     gguf = count(files.CASES, files.CASES)
     methods = {*readers.COMPARED, ("mxfp4", reference.MXFP4)}
     mixed, read = ({family.partition(" ")[0] for family in each} for each in (drafts.FAMILIES, drafts.EAGLE))
-    tried = {
+    tried: dict[str, dict[str, set[str]]] = {
         "MTP": {"plain torch": {*heads.FAMILIES}, "mixes": mixed, "GGUF": {*behind.FAMILIES}},
         "EAGLE-3": {"plain torch": {family for family, *_ in eagle.HEADS_OF.values()}, "mixes": read},
     }
@@ -334,6 +336,8 @@ def _examined(folder: str, kv_dtype: str, max_seq_len: int = 4096, **engine: int
     }
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("infer.device.free_memory", return_value=1 << 40))
+        # Each level lays weights out in its own way; a page says the same wherever it is made.
+        stack.enter_context(mock.patch.dict(os.environ, {VARIABLE: "portable"}))
         stack.enter_context(warnings_noted([]))
         loaded = load_settings(plugins(), env={}, read_file=False, overrides=overrides)
         return Doctor(loaded.settings, loaded.sources, plugins()).examine().data

@@ -44,7 +44,7 @@ def answered(llm: LLM, names: Sequence[str | None] = NAMES) -> list[object]:
     """The answers to a request for each of these adapters, which are computed together from the first step on."""
     params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True, logprobs=2)
     asked = [llm.request([5, 6, 7, 8 + i], params, adapter=name) for i, name in enumerate(names)]
-    mailbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+    mailbox: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
     assert llm.loop.submit_all(asked, mailbox.put) == len(asked)
     answers = {request.id: Completion(request.prompt_token_ids) for request in asked}
     while not all(answer.finish_reason for answer in answers.values()):

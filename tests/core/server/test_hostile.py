@@ -778,7 +778,12 @@ async def test_a_burst_of_connections_is_accepted_in_several_turns(
     """So that open streams go on between them; the others wait in the kernel, and none is refused."""
     made: list[Protocol] = []
     make = Protocol.connection_made
-    monkeypatch.setattr(Protocol, "connection_made", lambda self, *of: (made.append(self), make(self, *of))[1])
+
+    def noted(protocol: Protocol, transport: asyncio.BaseTransport) -> None:
+        made.append(protocol)
+        make(protocol, transport)
+
+    monkeypatch.setattr(Protocol, "connection_made", noted)
     monkeypatch.setattr(sockets, "ACCEPTED", 3)
     async with running(**chatty) as server, asyncio.timeout(HANG_S):
         host, port = server.url.removeprefix("http://").split(":")

@@ -273,5 +273,5 @@ def test_the_setting_decides_whether_a_model_reasons(tmp_path: Path, setting: st
     (tmp_path / "t.jinja").write_text("{{ messages }}[/MUSE]")
     model = {"chat_template": str(tmp_path / "t.jinja"), "reasoning": setting}
     with LLM("demo", plugins=[Muse()], model=model) as llm:
-        tags = {"muse": ("<think>", "[/MUSE]", None), "think": ("<think>", "</think>", None), None: None}
+        tags = {"muse": ReasoningTags("<think>", "[/MUSE]"), "think": ReasoningTags("<think>", "</think>"), None: None}
         assert llm.served.reasoning == tags[expected]
