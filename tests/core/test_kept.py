@@ -23,14 +23,15 @@ import pytest
 import torch
 from safetensors import safe_open
 from tests.formats.writers import awq, linear, quantize
-from tests.models.checkpoints import Family, edit_tensors, write_checkpoint
+from tests.models.checkpoints import Family, edit_tensors, write_checkpoint, write_eagle
 from torch import Tensor
 
 from infer import LLM
 from infer.assemble import identity, kept
 from infer.assemble.assembly import Assembly
 from infer.commands.doctor import Doctor
-from infer.contracts.model import Pass
+from infer.contracts.cache import CachePoolProtocol
+from infer.contracts.model import ModelProtocol, Pass
 from infer.contracts.params import SamplingParams
 from infer.engine.exactness import checking, in_one_go
 from infer.plugins.discovery import Plugins
@@ -479,6 +480,27 @@ def test_a_cache_leaves_room_for_what_is_mapped(base: Path, tmp_path: Path, monk
     (file,) = files(tmp_path / "kept")
     assert sizes[0] == sizes[1]
     assert abs(sizes[0] - sizes[2] - file.stat().st_size) <= page < sizes[0] - sizes[2]
+
+
+def test_a_cache_leaves_room_for_a_head_that_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, make = list[int](), Assembly.make_pool
+
+    def noted(self: Assembly, model: ModelProtocol, besides: int, **how: Any) -> CachePoolProtocol:
+        taken.append(besides)
+        return make(self, model, besides, **how)
+
+    monkeypatch.setattr(Assembly, "make_pool", noted)
+    base, head = write_checkpoint(tmp_path / "llama", "llama"), write_eagle(tmp_path / "head")
+    engine = {"speculation": "eagle3", "eagle3": {"path": str(head)}}
+    for _ in range(2):
+        made = assembled(base, tmp_path / "kept", engine=engine)
+        assert made.pool.nbytes
+        for each in made._loaded:
+            assert each.kept_weights is not None
+            assert each.kept_weights.written.wait(WAIT_S)
+    mapped = [file.stat().st_size for file in files(tmp_path / "kept")]
+    assert len(mapped) == 2
+    assert taken[1] - taken[0] == sum(mapped)
 
 
 class Checks(list[str]):

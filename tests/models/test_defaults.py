@@ -40,7 +40,7 @@ def theirs(name: str) -> dict[str, Any]:
     return fields
 
 
-@pytest.mark.parametrize("name", sorted({*SCHEMAS} - {"HybridConfig"}))
+@pytest.mark.parametrize("name", sorted({*SCHEMAS} - {"Eagle3Config", "HybridConfig"}))  # transformers lacks these
 def test_defaults(name: str) -> None:
     expected, skipped = theirs(name), {field for field, _ in OTHERWISE}
     defaults = {

@@ -398,6 +398,18 @@ async def test_a_process_that_does_not_answer_is_replaced() -> None:
         assert machine.engine("a") is not stuck
 
 
+async def test_why_a_process_has_ended_is_told() -> None:
+    machine = Machine(a=4)
+    async with loading(machine, stuck_timeout_s=0.05, backoff_s=LIMIT_S) as loader, loader.use("a"):
+        machine.engine("a").well = False
+        await until(lambda: about(loader, "a")["problem"])
+        assert about(loader, "a")["problem"] == "its process did not answer, and was killed"
+        await used(loader, "a")
+        machine.engine("a").die(1)
+        await until(lambda: about(loader, "a")["problem"])
+        assert about(loader, "a")["problem"] == "its process ended with code 1"
+
+
 async def test_what_can_never_fit_is_refused() -> None:
     machine = Machine(a=MEMORY + 1, b=6, p=5)
     async with loading(machine, pinned=frozenset("p")) as loader:

@@ -1,4 +1,4 @@
-"""Small arrays to the device and back without waiting, host memory on huge pages, and CUDA graphs."""
+"""Small arrays to the device and back, host memory on huge pages, and CUDA graphs."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from tests.examples import slowly
 
 from infer.contracts.registration import NoSettings
-from infer.contracts.text import ReasoningTags
+from infer.contracts.text import Piece, ReasoningTags
 from infer.text.tool_formats import ToolFormat, recognize
 from infer.text.tool_formats.reader import Script
 from infer.text.tools import Calls, calls_schema, make_parser, opens_reasoning
@@ -384,6 +384,13 @@ def test_what_is_forced_is_one_of_the_tools() -> None:
         assert told(parts, None, thinks=False, forced=True)["calls"] == [["clock.now", "{}"]]
     other = CALL.replace("weather", "wether")
     assert told([f"[{other}]"], None, thinks=False, forced=True)["calls"] == []
+
+
+def test_a_forced_call_has_the_longest_name() -> None:
+    """A namespace of 128 characters, two underscores, and as long a name."""
+    name = f"{'n' * 128}__{'f' * 128}"
+    parser = make_parser({name: {}}, None, forced=True)
+    assert Piece("call", name) in [*parser.push(f'[{{"name": "{name}", "arguments": {{}}}}]'), *parser.flush()]
 
 
 def test_a_format_is_recognized_by_what_it_says() -> None:

@@ -114,16 +114,23 @@ class Assembly(Blueprint):
         if self.wants_head and not self._wants_own_head:
             self.sketch(self.context)  # a head that does not fit is refused before any weights are loaded
         model = self.weights.load(self.context, self.kept_weights)
+        self._loaded.append(self)
         if (other := self._head(model, self.context, self.settings)) is not None:
             attach(model, other.model)
+            self._loaded.append(other)
         return model
 
     @cached_property
+    def _loaded(self) -> list[Blueprint]:
+        """What has been loaded before the cache is made."""
+        return []
+
+    @cached_property
     def pool(self) -> CachePoolProtocol:
+        model = self.model
         besides = self._activations + sum(self.adapter_sizes(self.first_adapters).values())
-        if self.kept_weights is not None:
-            besides += self.kept_weights.mapped
-        return self.make_pool(self.model, besides, lasting=True)
+        besides += sum(each.kept_weights.mapped for each in self._loaded if each.kept_weights is not None)
+        return self.make_pool(model, besides, lasting=True)
 
     @cached_property
     def first_adapters(self) -> Mapping[str, PreparedAdapter]:

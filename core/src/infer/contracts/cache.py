@@ -138,7 +138,8 @@ class RoomyPool(Protocol):
 
     @property
     def room(self) -> Sequence[int]:
-        """By slot, always the same object. Schedulers do not ask the pool to ``grow`` a slot within its room."""
+        """By slot, always the same object. It does not shrink before the slot is freed. Schedulers do not ask the pool
+        to ``grow`` a slot within its room."""
 
 
 @runtime_checkable

@@ -156,7 +156,8 @@ class KernelsProtocol(Protocol):
         """The adapters of one product, by slot; there are none yet."""
 
     def set_adapter(self, table: Any, slot: int, packed: Any | None) -> None:
-        """Put what ``pack_adapter`` has made, or nothing, into a slot of a table. No pass is under way."""
+        """Put what ``pack_adapter`` has made, or nothing, into a slot of a table. No pass is under way. A
+        pass that was recorded before finds in each replay what the table has then."""
 
     def add_adapters(self, product_TN: Tensor, x_TK: Tensor, rows: AdapterRows, table: Any) -> None:
         """Add scale * B (A x) to each row whose adapter is in the table, in place.

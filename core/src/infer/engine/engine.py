@@ -124,8 +124,8 @@ class Engine:
         """Of the passes whose results the step has read."""
         self._answers: dict[str, Answer] = {}
         """The answers of all open requests, by request id."""
-        self._decoding = Answers(Lineup([]), [], self._reporter.counts)
-        """The answers of the last pass that only decoded."""
+        self._decoding = self._nobody = Answers(Lineup([]), [], self._reporter.counts)
+        """The answers of the last pass that only decoded, as long as there are any."""
         self._processors: dict[Sequence, LogitsProcessor] = {}
         """Those of open requests that edit logits. Each needs every token before it can edit the next logits."""
         self._arrivals = 0
@@ -405,6 +405,8 @@ class Engine:
         if self._speculation is not None:
             self._speculation.end(sequence)
         del self._answers[sequence.id]
+        if not self._answers:
+            self._decoding = self._nobody  # nothing of the last batch is kept
         self._reporter.request(
             sequence,
             generated=answer.num_tokens,

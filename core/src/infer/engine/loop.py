@@ -306,6 +306,7 @@ class EngineLoop:
                     self._ends.append(self._clock())
                     ended.append(adapter)
             if not self._open:
+                self._addressed, self._address = (), None  # whoever has the mailbox may be gone
                 self._idle.notify_all()
         for adapter in ended:  # not under the lock: an adapter that nobody uses any more leaves between two steps
             self._adapters.end(adapter)

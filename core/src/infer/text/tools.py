@@ -37,7 +37,7 @@ NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "defini
 VALUES = ("const", "enum", "default", "examples")
 """Those whose values are no schemas."""
 _LIST = Marks("[")
-_LISTED = re.compile(r'\[?\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,128})"\s*,\s*"arguments"\s*:\s*(?=\S)')
+_LISTED = re.compile(r'\[?\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,258})"\s*,\s*"arguments"\s*:\s*(?=\S)')
 _LOOK_AHEAD = 1024
 """What ``_LISTED`` matches is not longer: a grammar bounds the whitespace."""
 _NEXT = re.compile(r"[^\s},\]]")

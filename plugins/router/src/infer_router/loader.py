@@ -61,6 +61,8 @@ class _Model:
     open: int = 0
     leaving: bool = False
     """Whether it is to be unloaded once its open requests have ended. Later ones wait."""
+    silent: bool = False
+    """Whether its process is killed because it does not answer."""
     used: float = 0.0
     expires: float = math.inf
     problem: str | None = None
@@ -269,7 +271,10 @@ class Loader:
             log.info("model %s is unloaded", model.name)
             return
         self._changed(model.name, None)
-        model.problem = f"its process {ending(result)}"
+        model.problem = (
+            "its process did not answer, and was killed" if model.silent else f"its process {ending(result)}"
+        )
+        model.silent = False
         model.revive = model.open > 0
         log.error("model %s: %s", model.name, model.problem)
         if time.monotonic() - model.loaded_at > MOST_BACKOFF_S:
@@ -280,7 +285,7 @@ class Loader:
         """Its process lives and does not answer: who comes now waits for the next one."""
         if model.engine is engine:
             log.error("model %s: its process does not answer; it is replaced", model.name)
-            model.leaving = True
+            model.leaving = model.silent = True
             self._changed(model.name, None)
             self._begin(partial(engine.end, 0.0), self._done)
 

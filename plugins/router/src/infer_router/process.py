@@ -48,7 +48,8 @@ def ending(code: int) -> str:
     """How a process with this exit code has ended."""
     if code >= 0:
         return f"ended with code {code}"
-    return f"was ended by signal {-code}" + ", as when memory runs out" * (-code == signal.SIGKILL)
+    why = {signal.SIGKILL: ", as when memory runs out", signal.SIGALRM: ", since its imports took too long"}
+    return f"was ended by signal {-code}{why.get(-code, '')}"
 
 
 class Process:
