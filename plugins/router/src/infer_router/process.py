@@ -48,7 +48,10 @@ def ending(code: int) -> str:
     """How a process with this exit code has ended."""
     if code >= 0:
         return f"ended with code {code}"
-    why = {signal.SIGKILL: ", as when memory runs out", signal.SIGALRM: ", since its imports took too long"}
+    why: dict[int, str] = {
+        signal.SIGKILL: ", as when memory runs out",
+        signal.SIGALRM: ", since its imports took too long",
+    }
     return f"was ended by signal {-code}{why.get(-code, '')}"
 
 
