@@ -148,9 +148,10 @@ def test_an_adapter_that_names_another_base_is_loaded_with_a_warning(
 
 
 def test_loading_an_adapter_holds_up_no_stream(llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading and preparing it wait for steps of a running answer, and the steps for the load to begin."""
+    """Reading and preparing it wait for steps of a running answer, and the steps wait until one of both does: otherwise
+    the answer might have ended before."""
     loaded, model = adapters(llm), adapters(llm)._model
-    steps, on, begun = 0, threading.Condition(), threading.Event()
+    steps, on, looking, over = 0, threading.Condition(), False, False
     missed = list[str]()
     step, read, prepare = Engine.step, assembled._read, model.prepare
 
@@ -160,22 +161,25 @@ def test_loading_an_adapter_holds_up_no_stream(llm: LLM, folder: Path, monkeypat
         with on:
             steps += 1
             on.notify_all()
-        if steps == 2:
-            begun.wait(LOAD_S)
+            if steps >= 2:
+                on.wait_for(lambda: looking or over, LOAD_S)
 
-    def waits(what: str) -> None:
-        begun.set()
+    def waits(what: str, last: bool = False) -> None:
+        nonlocal looking, over
         with on:
-            least = steps + 4
+            least, looking = steps + 4, True
+            on.notify_all()
             if not on.wait_for(lambda: steps >= least, 0.0 if missed else LOAD_S):
                 missed.append(what)
+            looking, over = False, last
+            on.notify_all()
 
     def reading(*given: Any) -> Any:
         waits("read")
         return read(*given)
 
     def preparing(changes: Any) -> Any:
-        waits("prepared")
+        waits("prepared", last=True)
         return prepare(changes)
 
     monkeypatch.setattr(Engine, "step", counted)
