@@ -18,7 +18,7 @@ from pydantic import SecretStr
 from tests.router.test_loader import until
 
 from infer.contracts.sections import ServerSettings
-from infer.errors import EngineDeadError
+from infer.errors import EngineDeadError, InferError
 from infer.server.http.sockets import bind, listen
 from infer_router.exchange import MOST_LOST
 from infer_router.gateway import Gateway
@@ -76,6 +76,8 @@ class Machine:
         self.gate.set()
         self.loads: list[str] = []
         self.servers: list[Server] = []
+        self.fault: InferError | None = None
+        """Why no model can be loaded."""
         self.rooms: list[bool] = []
         """What it was told about room for a process that waits."""
 
@@ -84,6 +86,8 @@ class Machine:
 
     async def start(self, name: str) -> Server:
         self.loads.append(name)
+        if self.fault is not None:
+            raise self.fault
         server = Server(self, name)
         await server.begin()
         self.servers.append(server)
@@ -336,6 +340,19 @@ async def test_a_process_that_dies_is_replaced_and_its_requests_are_asked_again(
         assert (await lost)[:2] == (200, {"by": "a"})
         assert (await kept)[1] == {"by": "b"}
         assert f.machine.loads == ["b", "a", "a"]
+
+
+async def test_whose_process_has_ended_is_told_why_there_is_no_other() -> None:
+    async with front(THREE) as f:
+        f.machine.gate.clear()
+        lost = asyncio.create_task(f.post("/v1/completions", {"model": "a", "prompt": "x"}))
+        await until(lambda: f.machine.asked)
+        f.machine.fault = InferError("The file a.safetensors is gone.")
+        await f.machine.servers[0].die(9)
+        status, said, _ = await lost
+        message = "The model 'a' cannot be loaded: The file a.safetensors is gone."
+        assert (status, said["error"]["message"]) == (503, message)
+        assert f.machine.loads == ["a", "a"]
 
 
 async def test_a_request_that_ends_every_process_ends_no_more_than_a_few() -> None:

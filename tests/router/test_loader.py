@@ -346,13 +346,22 @@ async def test_one_that_crashes_comes_back_with_the_next_request_and_harms_no_ot
     assert machine.loads == {"a": 2, "b": 1}
 
 
-async def test_one_that_crashes_under_a_stream_is_loaded_for_the_rest_of_it() -> None:
-    machine = Machine(a=4)
-    async with loading(machine) as loader:
-        held = await holding(loader, "a")
-        machine.engine("a").die(9)
-        await until(lambda: machine.loads["a"] == 2 and state(loader, "a") == "loaded")
-        await held.end()
+async def test_who_had_a_model_that_crashed_gets_it_again_however_many_wait() -> None:
+    machine = Machine(a=4, b=4)
+    async with loading(machine, max_waiting=1) as loader:
+        async with loader.use("a"):
+            machine.engine("a").die(9)
+            await until(lambda: state(loader, "a") == "unloaded")
+            machine.gates["b"].clear()
+            waiting = asyncio.create_task(used(loader, "b"))
+            await until(lambda: about(loader, "b")["waiting"])
+            with pytest.raises(QueueFullError):
+                await used(loader, "a")
+            async with loader.use("a", again=True):
+                assert machine.loads["a"] == 2
+        machine.gates["b"].set()
+        await waiting
+        assert about(loader, "a")["open"] == 0
 
 
 async def test_a_pinned_model_is_there_at_once_and_comes_back_by_itself() -> None:

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +20,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from infer.contracts.sections import ServerSettings
-from infer.errors import EngineDeadError
+from infer.errors import EngineDeadError, InferError
 from infer.server.http.errors import REQUEST_ID, error_body
 from infer.server.http.streams import hang_up, write
 from infer.server.http.wire import OPENAI, SHUTTING_DOWN, Ollama, wire_format
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 STREAMS = {each.CONTENT_TYPE: each for each in (OPENAI, Ollama())}
 """How streams are written, by media type, as far as an ingress looks into them."""
 RESUME_S = 60.0
-"""How long a stream that has begun waits for another replica, and so does whoever is patient."""
+"""How long a stream that has begun waits for another replica, and so does whoever is patient while one is suspected."""
 MOST_LOST = 3
 """How many replicas may be lost in a row while they answer a request that gets nowhere: it may be what ends them."""
 MOST_REFUSED = 3
@@ -60,6 +61,10 @@ class LeftError(Exception):
 
 
 NOT_REACHED = (EndingError, aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+
+
+Another = Callable[[], Awaitable[None]]
+"""Have another replica begun, and wait until it is there. Raises InferError if there cannot be one."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +108,16 @@ class Exchange:
     """One client's request, and the replicas that are asked for its answer."""
 
     def __init__(
-        self, ingress: Asker, http: web.Request, outgoing: Outgoing, headers: CIMultiDict[str], patient: bool = False
+        self,
+        ingress: Asker,
+        http: web.Request,
+        outgoing: Outgoing,
+        headers: CIMultiDict[str],
+        another: Another | None = None,
     ) -> None:
-        """A ``patient`` one waits for another replica even before the client has got anything."""
+        """One that can ask for ``another`` replica waits for it even before the client has got anything."""
         self._ingress = ingress
-        self._patient = patient
+        self._another = another
         self._http = http
         self._outgoing = outgoing
         self._headers = headers
@@ -129,13 +139,12 @@ class Exchange:
                 if refused is not None and self._response is None:
                     return web.Response(status=refused.status, headers=refused.headers, body=refused.body)
                 deadline = deadline or time.monotonic() + RESUME_S
-                waits = self._patient or self._response is not None
-                if not waits or not await self._later(deadline):
+                try:
+                    await self._later(deadline)
+                except InferError as error:
                     if self._response is None:
-                        raise EngineDeadError("No replica can take requests at the moment; try again.")
-                    return await self._fail(
-                        "The replica that answered was lost, and no other can take over; try again."
-                    )
+                        raise
+                    return await self._fail(str(error))
                 without.clear()
                 continue
             name, deadline = choice.replica, 0.0
@@ -188,14 +197,20 @@ class Exchange:
     def _streamed(self) -> bool:
         return self._response is not None and self._response.content_type in STREAMS
 
-    async def _later(self, deadline: float) -> bool:
-        """Wait until something about the replicas changes. Returns False if the time is over."""
+    async def _later(self, deadline: float) -> None:
+        """Wait until something about the replicas changes. Raises InferError if there is nothing to wait for, or the
+        time is over."""
+        fleet = self._ingress.fleet
+        if self._another is not None and not fleet.urls:
+            return await self._another()
+        if self._response is None and self._another is None:
+            raise EngineDeadError("No replica can take requests at the moment; try again.")
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                await self._ingress.fleet.changed()
+                await fleet.changed()
         except TimeoutError:
-            return False
-        return True
+            message = "The replica that answered was lost, and no other can take over; try again."
+            raise EngineDeadError(message) from None
 
     async def _ask(self, name: str) -> web.StreamResponse | _Refused:
         """Send the request to a replica and its answer to the client. Raises LostError, DivergedError or what aiohttp

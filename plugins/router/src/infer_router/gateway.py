@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -25,6 +26,7 @@ from infer.server.http.listing import VERSION, ListedModel, listed, page
 from infer.server.http.wire import LATEST, OLLAMA_ROOT, OLLAMA_VERSION
 from infer_router.console import Console
 from infer_router.durations import MOST_S, keep_alive_s
+from infer_router.exchange import Another
 from infer_router.fleet import Fleet
 from infer_router.ingress import SAMPLING, Ingress, application, merge_metrics
 from infer_router.loader import Loader
@@ -297,10 +299,17 @@ class Gateway:
             return web.json_response(said | empty | {"done": True, "done_reason": "unload"})
         async with self._loader.use(name, keep):
             what = outgoing(body, asked, samples=http.path in SAMPLING)
-            return await self._sent(http, name, what, patient=True)  # a process that ends meanwhile is replaced
+            return await self._sent(http, name, what, partial(self._again, name, keep))
 
-    async def _sent(self, http: web.Request, name: str, what: Outgoing, patient: bool = False) -> web.StreamResponse:
-        return await self._ingresses[name].passed(http, what, INFLATED, patient=patient)
+    async def _again(self, name: str, keep: float | None) -> None:
+        """Have the next process of a model that a request has used."""
+        async with self._loader.use(name, keep, again=True):
+            pass
+
+    async def _sent(
+        self, http: web.Request, name: str, what: Outgoing, another: Another | None = None
+    ) -> web.StreamResponse:
+        return await self._ingresses[name].passed(http, what, INFLATED, another=another)
 
     async def _passed(self, http: web.Request, body: bytes | None) -> web.StreamResponse:
         """What names no model is for one that is there."""

@@ -25,7 +25,7 @@ from infer.server.http.keys import OWNER, Keys
 from infer.server.http.listing import VERSION
 from infer.server.http.sockets import listen
 from infer.server.http.wire import OPENAI, WIRE_FORMATS, Anthropic, NamedEvents, Ollama
-from infer_router.exchange import HOPS, Counts, Exchange, LostError
+from infer_router.exchange import HOPS, Another, Counts, Exchange, LostError
 from infer_router.fleet import Fleet
 from infer_router.held import with_blocks
 from infer_router.outline import Outgoing, Outline, outlined
@@ -183,10 +183,15 @@ class Ingress:
             self.open -= 1
 
     async def passed(
-        self, http: web.Request, outgoing: Outgoing, without: frozenset[str] = frozenset(), *, patient: bool = False
+        self,
+        http: web.Request,
+        outgoing: Outgoing,
+        without: frozenset[str] = frozenset(),
+        *,
+        another: Another | None = None,
     ) -> web.StreamResponse:
-        """The answer of a replica, which gets the client's headers but for those ``without``. If none is there, who is
-        ``patient`` waits for one."""
+        """The answer of a replica, which gets the client's headers but for those ``without``. If none is there, it asks
+        for ``another``."""
         http[CALLER].user = outgoing.user
         kept_back = KEPT_BACK | without
         headers = CIMultiDict((name, v) for name, v in http.headers.items() if name.lower() not in kept_back)
@@ -196,7 +201,7 @@ class Ingress:
         if baggage := with_blocks(",".join(headers.popall("baggage", ())), outgoing.chain):
             headers["baggage"] = baggage
         self.counts.requests += 1
-        return await Exchange(self, http, outgoing, headers, patient).run()
+        return await Exchange(self, http, outgoing, headers, another).run()
 
     @asynccontextmanager
     async def asking(self, name: str) -> AsyncIterator[None]:

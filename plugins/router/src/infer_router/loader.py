@@ -45,6 +45,8 @@ class _Want:
     keep_alive_s: float | None
     granted: asyncio.Future[None]
     since: float
+    again: bool = False
+    """Whether it had the model, whose process has ended since: it is never one too many."""
 
 
 @dataclass(eq=False)
@@ -66,8 +68,6 @@ class _Model:
     used: float = 0.0
     expires: float = math.inf
     problem: str | None = None
-    revive: bool = False
-    """Whether it ended while it had requests, which may go on with the next process."""
     failures: int = 0
     retry_at: float = 0.0
     loaded_at: float = 0.0
@@ -95,12 +95,13 @@ class Loader:
     # What others ask and tell
 
     @asynccontextmanager
-    async def use(self, name: str, keep_alive_s: float | None = None) -> AsyncIterator[None]:
-        """Have the model loaded until the end of the block. Raises QueueFullError if too many wait already,
-        NeverFitsError, or EngineDeadError if it cannot be loaded."""
+    async def use(self, name: str, keep_alive_s: float | None = None, *, again: bool = False) -> AsyncIterator[None]:
+        """Have the model loaded until the end of the block, unless its process ends; within the block, use it ``again``
+        to wait for the next process. Raises QueueFullError if too many wait already, NeverFitsError, or EngineDeadError
+        if it cannot be loaded."""
         if self._over is not None:
             raise EngineDeadError(self._over)
-        want = _Want(name, keep_alive_s, asyncio.get_running_loop().create_future(), time.monotonic())
+        want = _Want(name, keep_alive_s, asyncio.get_running_loop().create_future(), time.monotonic(), again)
         self._inbox.put_nowait(partial(self._wanted, want))
         try:
             await want.granted
@@ -199,7 +200,7 @@ class Loader:
             self._grant(model, want)
             return
         waiting = sum(len(each.waiting) for each in self._models.values())
-        if waiting >= self._rules.max_waiting:
+        if waiting >= self._rules.max_waiting and not want.again:
             want.granted.set_exception(
                 QueueFullError(
                     f"The model {model.name!r} is not loaded, and {waiting} requests wait for models already; this one "
@@ -228,7 +229,6 @@ class Loader:
             if not model.open:
                 model.used = time.monotonic()
                 model.expires = model.used + model.keep_alive_s
-                model.revive = False
 
     def _kept(self, name: str, keep_alive_s: float) -> None:
         model = self._models[name]
@@ -253,7 +253,7 @@ class Loader:
             model.leaving = False
             return
         log.info("model %s is loaded", model.name)
-        model.state, model.engine, model.problem, model.revive = "loaded", result, None, False
+        model.state, model.engine, model.problem = "loaded", result, None
         model.loaded_at = model.used = time.monotonic()
         model.expires = model.loaded_at + model.keep_alive_s
         self._begin(partial(self._watch, model, result), partial(self._ended, model))
@@ -275,7 +275,6 @@ class Loader:
             "its process did not answer, and was killed" if model.silent else f"its process {ending(result)}"
         )
         model.silent = False
-        model.revive = model.open > 0
         log.error("model %s: %s", model.name, model.problem)
         if time.monotonic() - model.loaded_at > MOST_BACKOFF_S:
             model.failures = 0
@@ -322,7 +321,7 @@ class Loader:
 
     def _unasked(self, model: _Model) -> bool:
         """Whether it is to be loaded though no request waits for it."""
-        return not model.waiting and (model.revive or model.name in self._rules.pinned)
+        return not model.waiting and model.name in self._rules.pinned
 
     def _resting(self, model: _Model, now: float) -> float | None:
         """How long it is left alone before it is loaded again by itself, if it is to be."""
@@ -377,7 +376,7 @@ class Loader:
         if model.nbytes <= most:
             return True
         besides = f" beside the pinned models ({', '.join(each.name for each in others)})" if others else ""
-        model.state, model.retry_at, model.revive = "failed", math.inf, False
+        model.state, model.retry_at = "failed", math.inf
         model.problem = (
             f"it takes {_gib(model.nbytes)}, and models may have {_gib(max(0, most))}{besides}: raise "
             "server.router.memory_gib if there is more memory, or lower its engine.max_batch_size or "
