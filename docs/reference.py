@@ -39,6 +39,7 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
             ("Schedulers", "the author of a scheduler", "scheduler"),
             ("Proposers", "the author of a proposer", "proposer"),
             ("Text formats", "the author of a tool format or a reasoning format", "text"),
+            ("Grammars", "the author of a grammar backend", "grammar"),
             ("Endpoints", "the author of an endpoint", "server"),
             ("Commands", "the author of a command", "command"),
             ("Observers", "the author of an observer", "records"),
@@ -89,6 +90,7 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
                     "formats",
                     "proposers",
                     "tool_formats",
+                    "grammars",
                 ),
                 *("routes", "commands", "suite"),
             )

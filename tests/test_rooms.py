@@ -75,6 +75,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("infer.assemble", "infer.llm", "infer_testing"),
         *("infer.cache.storage", "infer.cache.pool"),
     ),
+    "plugins/llguidance/src": ("torch", "aiohttp", "infer.cache", "infer.kernels", "infer.checkpoint", *ABOVE),
     "plugins/tool_formats/src": ("torch", "infer.cache", "infer.kernels", "infer.checkpoint", *ABOVE),
     "plugins/formats/src": ("infer.cache", "infer.kernels", "infer_layers", "infer.checkpoint", *TEXT, *ABOVE),
 }

@@ -59,6 +59,7 @@ HOOKS = {
     "infer_weight_formats": "WeightFormatRegistration",
     "infer_schedulers": "SchedulerRegistration",
     "infer_proposers": "Registration",
+    "infer_grammar_backends": "Registration",
     "infer_kernels": "KernelsRegistration",
     "infer_tool_formats": "ToolFormatRegistration",
     "infer_reasoning_formats": "Registration",

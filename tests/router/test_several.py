@@ -86,8 +86,9 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     found = dict[int, int]()
 
     async def end(process: Any, drain_s: float) -> None:
-        with suppress(psutil.NoSuchProcess, FileNotFoundError):  # it has ended by itself
-            found[process.pid] = peak(process.pid)
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):
+            if taken := peak(process.pid):  # otherwise it has ended by itself
+                found[process.pid] = taken
         await ending(process, drain_s)
 
     ending = machines._end

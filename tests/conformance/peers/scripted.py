@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from infer.contracts.grammar import MatcherProtocol
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
 from infer.engine import answer
 from infer.engine.processors import Edit, LogitsProcessor
 from infer.server.testing import Serving, serving
-from infer.text.grammar import Matcher
 
 FOLDER = Path(os.environ.get("INFER_CONFORMANCE_MODEL", ""))
 """The checkpoint, which the runner has made: the demo's, with ChatML's tokens and a template."""
@@ -109,7 +109,7 @@ class Scripted(LogitsProcessor):
             self._at += 1
         super()._see(token)
 
-    def _edit(self, matcher: Matcher | None) -> Edit:
+    def _edit(self, matcher: MatcherProtocol | None) -> Edit:
         wanted: dict[int, float] = {}
         if self._script is not None:
             if matcher is not None:

@@ -29,12 +29,12 @@ from infer.engine import answer as answer_module
 from infer.engine.batch import Batch, Draw
 from infer.engine.engine import Engine
 from infer.engine.loop import EngineLoop, Mailbox
+from infer.engine.masks import Masks
 from infer.engine.processors import LogitsProcessor, compute_edits
 from infer.engine.schedulers import ContinuousScheduler
 from infer.errors import EngineDeadError, PluginError
 from infer.kernels.reference import ReferenceKernels
 from infer.text.detokenizer import TextStream
-from infer.text.grammar import Masks
 from infer_cache_paged import PagedPool, PagedSettings
 
 NUM = 8

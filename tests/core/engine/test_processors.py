@@ -13,6 +13,7 @@ from tests.core.engine.test_faults import Panic
 from tests.support import VOCAB, make_engine, random_prompt, slotted_pool, tiny_model
 
 from infer import LLM, Event, SamplingParams
+from infer.contracts.grammar import MatcherProtocol
 from infer.contracts.kernels import Draws
 from infer.contracts.model import Pass
 from infer.contracts.params import StructuredOutputs
@@ -20,7 +21,6 @@ from infer.contracts.request import Request, ThinkingTokens
 from infer.engine.processors import LogitsProcessor, ThinkingBudget
 from infer.engine.sampler import uniform, words
 from infer.kernels.reference import ReferenceKernels
-from infer.text.grammar import Matcher
 
 PROMPT = random_prompt(9, seed=3)
 CASES: dict[str, dict[str, Any]] = {
@@ -215,7 +215,7 @@ def test_a_processor_that_fails_ends_its_request_alone(
 ) -> None:
     see = LogitsProcessor._see_all
 
-    def fails(processor: LogitsProcessor, tokens: Sequence[int]) -> Matcher | None:
+    def fails(processor: LogitsProcessor, tokens: Sequence[int]) -> MatcherProtocol | None:
         if processor._params.seed == 0 and processor.num_seen + len(tokens) == len(PROMPT) + 3:
             raise kind("out of its depth")
         return see(processor, tokens)

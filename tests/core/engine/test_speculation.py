@@ -32,6 +32,7 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
 from infer.contracts.attention import KVDtype
+from infer.contracts.grammar import GrammarProtocol
 from infer.contracts.model import ModelProtocol, Pass
 from infer.contracts.params import SamplingParams, StructuredOutputs
 from infer.contracts.proposer import Computed, DraftRequest
@@ -39,7 +40,8 @@ from infer.contracts.request import Event, Request, ThinkingTokens
 from infer.engine.answer import NOT_FINITE
 from infer.engine.payoff import Plan
 from infer.engine.processors import LogitsProcessor
-from infer.text.grammar import Grammar, Grammars, Matcher
+from infer.text.grammars import Grammars, vocabulary
+from infer_llguidance.backend import LLGuidance, Matcher
 
 F32, BF16 = torch.float32, torch.bfloat16
 EOS = 95
@@ -60,8 +62,8 @@ def ascii() -> Tokenizer:
 
 
 @functools.cache
-def grammar(regex: str = REGEX) -> Grammar:
-    return Grammars(ascii(), VOCAB, {EOS}).compile(StructuredOutputs(regex=regex))
+def grammar(regex: str = REGEX) -> GrammarProtocol:
+    return Grammars(LLGuidance(vocabulary(ascii(), VOCAB, frozenset({EOS})))).compile(StructuredOutputs(regex=regex))
 
 
 def some_request(draw: random.Random, id: str) -> Request:

@@ -38,8 +38,8 @@ from infer.server.http.body import Many
 from infer.server.http.children import Child, ChildError, KilledError
 from infer.server.http.errors import Protocol
 from infer.server.testing import serving as serving_in_process
-from infer.text import grammar
 from infer.text.encoding import Encoder
+from infer_llguidance.backend import LLGuidance
 
 ENGINE = {"max_batch_size": 4, "max_seq_len": 512}
 SIZE = 1_000_000
@@ -617,7 +617,7 @@ async def test_a_grammar_that_nothing_fits_is_the_clients_fault(chatty: Body, fo
 async def test_masks_that_take_too_long_end_only_their_own_request(
     chatty: Body, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar, "first_fault", lambda matcher: None)
+    monkeypatch.setattr(LLGuidance, "_fault_of", lambda self, text: None)
     async with running(**chatty) as server:
         other: Body = {"prompt": "def ", "max_tokens": 60, "seed": 3, "guided_regex": r"[\w ]{40,}"}
         _, alone, _ = await server.post(other)

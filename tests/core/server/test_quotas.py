@@ -17,7 +17,7 @@ from infer.engine.loop import AsyncDoor
 from infer.server.http import bodies
 from infer.server.http.keys import Keys
 from infer.server.http.quotas import MOST_OWNERS, Bucket, Quotas, RateLimitError
-from infer.text.grammar import Matcher
+from infer_llguidance.backend import Matcher
 
 ENGINE = {"max_batch_size": 2, "max_seq_len": 512}
 BODY: Body = {"prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
@@ -229,7 +229,7 @@ async def test_a_prompt_costs_if_it_was_computed_however_its_answer_ends(monkeyp
     monkeypatch.setattr(Quotas, "charge", lambda quotas, owner, tokens: paid.append((owner, tokens)))
 
     def compute(matcher: Matcher) -> None:
-        matcher._raised = "too complex"
+        raise RuntimeError("too complex")
 
     monkeypatch.setattr(Matcher, "compute", compute)
     async with running(engine=ENGINE) as server:

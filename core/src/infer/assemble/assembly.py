@@ -16,7 +16,7 @@ from infer.assemble.blueprint import Blueprint, attach, draft_head, dtype_name
 from infer.assemble.drafts import speculation
 from infer.assemble.kept import KeptVerdict
 from infer.assemble.served import Served
-from infer.assemble.texts import Texts, read_tokenizer, tool_format
+from infer.assemble.texts import Texts, grammars, read_tokenizer, tool_format
 from infer.contracts.cache import CachePoolProtocol, ForkingPool, LastingPool
 from infer.contracts.model import ModelProtocol
 from infer.contracts.proposer import OwnHead, ProposerProtocol, SecondModel
@@ -39,7 +39,7 @@ from infer.plugins.discovery import Offer, Plugins
 from infer.plugins.inspection import Named
 from infer.settings import compose
 from infer.text.encoding import Encoder
-from infer.text.grammar import Grammars
+from infer.text.grammars import vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -293,6 +293,7 @@ class Assembly(Blueprint):
 
     def _served(self, texts: Texts, formats: Sequence[Offer], sampling: Mapping[str, Any], verdict: Verdict) -> Served:
         settings, checkpoint, vocab_size = self.settings, self.checkpoint, self.model.vocab_size
+        tokens = vocabulary(texts.tokenizer, vocab_size, checkpoint.eos_token_ids)
         return Served(
             name=settings.server.served_model_name or str(settings.model.path),
             tokenizer=texts.tokenizer,
@@ -300,7 +301,7 @@ class Assembly(Blueprint):
             template=texts.template,
             tool_formats=[tool_format(settings, offer, texts.tokenizer) for offer in formats],
             reasoning=texts.reasoning,
-            grammars=Grammars(texts.tokenizer, vocab_size, checkpoint.eos_token_ids),
+            grammars=grammars(settings, self.plugins, tokens),
             vocab_size=vocab_size,
             max_seq_len=self.max_seq_len,
             cache_tokens=self.pool.free_tokens(),

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
+from infer.contracts.grammar import GrammarProtocol
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request, too_long
 from infer.contracts.sections import EngineSettings
 from infer.contracts.text import ReasoningTags
 from infer.engine.confirmation import Verdict
 from infer.text.encoding import Encoder, TooLongError
-from infer.text.grammar import Grammar, Grammars
+from infer.text.grammars import Grammars
 from infer.text.templates import ChatTemplate
 from infer.text.tool_formats import ToolFormat
 
@@ -80,7 +81,7 @@ class Served:
         params: SamplingParams,
         *,
         special: bool = True,
-        grammar: Grammar | None = None,
+        grammar: GrammarProtocol | None = None,
         forks: Callable[[Sequence[int]], tuple[int, ...]] | tuple[int, ...] = (),
         **fields: Any,
     ) -> Request:

@@ -11,12 +11,14 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from infer.checkpoint import Checkpoint
+from infer.contracts.grammar import Vocabulary
 from infer.contracts.sections import Settings
 from infer.contracts.text import PartProtocol, ReasoningTags, ToolFormatRegistration
 from infer.errors import CheckpointError, PluginError, SettingsError, installing
 from infer.plugins import inspection
 from infer.plugins.discovery import Offer, Plugins
 from infer.plugins.inspection import CheckedPart, Named
+from infer.text.grammars import Grammars, order
 from infer.text.templates import ChatTemplate
 from infer.text.tool_formats import ToolFormat
 
@@ -52,6 +54,24 @@ def tool_format(settings: Settings, offer: Offer, tokenizer: Tokenizer) -> ToolF
         lambda tools: CheckedPart(offer.build(settings, tools), offer.whose),
         registration.forms if added.isdisjoint(registration.unless) else (),
     )
+
+
+def grammars(settings: Settings, plugins: Plugins, vocabulary: Vocabulary) -> Grammars:
+    """What compiles grammars: a plugin's backend, or nothing, with a sentence that says why. Raises PluginError."""
+    if plugins.spared("grammar", settings):
+        log.warning(
+            "engine.grammar_backend: auto finds none installed, so structured output is refused; %s brings one",
+            installing("infer-llguidance"),
+        )
+        lacking = "This server has no backend for structured output; install infer-llguidance there."
+        return Grammars(None, lacking=lacking)
+    if not vocabulary.eos_token_ids:
+        lacking = "Structured output needs an end-of-sequence token, and this checkpoint names none (eos_token_id)."
+        return Grammars(None, lacking=lacking)
+    offer = plugins.choose("grammar", settings)
+    with Named(f"{offer.whose} cannot be used"):
+        first = order(offer.registration.factory, offer.own(settings), vocabulary)
+    return Grammars(offer.build(settings, vocabulary), first)
 
 
 def _reasoning(settings: Settings, plugins: Plugins, template: str) -> tuple[ReasoningTags | None, list[ReasoningTags]]:

@@ -7,6 +7,7 @@ factories and registrations.
     kernels: kernels           drafts: proposer            a command: command
     a model family: model      tool calls, reasoning: text
     checkpoints: weights       an observer: records
+    structured outputs: grammar
 
 ``registration`` has what every plugin states, ``attention`` what caches, kernels and models share, ``sections`` the
 settings that core hands on, ``hooks`` all hooks on one page, and ``request`` and ``params`` what clients ask for.

@@ -8,6 +8,7 @@ from pathlib import Path
 from infer.contracts.adapters import AdapterRegistration
 from infer.contracts.cache import CacheFactory
 from infer.contracts.command import CommandRegistration
+from infer.contracts.grammar import GrammarBackendFactory
 from infer.contracts.kernels import KernelsRegistration
 from infer.contracts.model import ModelRegistration
 from infer.contracts.proposer import ProposerFactory
@@ -52,6 +53,11 @@ def infer_schedulers() -> list[SchedulerRegistration]:  # type: ignore[empty-bod
 @hookspec
 def infer_proposers() -> list[Registration[ProposerFactory]]:  # type: ignore[empty-body]
     """Proposers of draft tokens, chosen by ``engine.speculation``."""
+
+
+@hookspec
+def infer_grammar_backends() -> list[Registration[GrammarBackendFactory]]:  # type: ignore[empty-body]
+    """Backends of structured outputs, chosen by ``engine.grammar_backend``."""
 
 
 @hookspec

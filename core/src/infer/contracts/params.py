@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from infer.contracts.text import CallForm
+
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -32,7 +34,7 @@ class StructuredOutputs(BaseModel):
         default=None, min_length=1, max_length=MAX_CHOICES, description="The answer is one of these texts."
     )
     grammar: str | None = Field(
-        default=None, min_length=1, description="A grammar in Lark's notation, as llguidance reads it."
+        default=None, min_length=1, description="A grammar in Lark's notation, as the grammar backend reads it."
     )
 
     @model_validator(mode="after")
@@ -54,10 +56,21 @@ class ToolGrammar(NamedTuple):
 
 
 class CallOutputs(StructuredOutputs):
-    """The format of an answer that may call tools whose inputs have grammars: see ``infer.text.call_grammars``. No
-    client gives it."""
+    """The format of an answer that calls ``tools`` whose inputs have grammars. No client gives it."""
 
-    spec: str
+    kind: Literal["whole", "listed", "free"]
+    """``whole``: the answer is the input of the only tool. ``listed``: it is a list of calls in JSON, at least one and
+    only one if ``single``; each is an object of ``name`` and ``arguments``, of ``functions`` or of ``tools``, whose
+    arguments are an object of ``input``. ``free``: it is text that may call ``tools`` in one of the ``forms``."""
+    tools: tuple[ToolGrammar, ...]
+    functions: tuple[tuple[str, Any], ...] = ()
+    """Names, with JSON schemas of the arguments."""
+    single: bool = False
+    forms: tuple[CallForm, ...] = ()
+    tags: tuple[str, str] | None = None
+    """What encloses reasoning, with which a free answer may begin, and in which nothing is held to anything."""
+    opened: bool = False
+    """Whether it begins within the reasoning."""
 
     @model_validator(mode="after")
     def _one(self) -> Self:

@@ -13,7 +13,7 @@ from infer.errors import RequestError
 
 if TYPE_CHECKING:
     from infer.contracts.adapters import Adapter
-    from infer.text.grammar import Grammar
+    from infer.contracts.grammar import GrammarProtocol
 
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 Pooling = Literal["last", "mean"]
@@ -78,7 +78,7 @@ class Request:
     owner: Owner = NOBODY
     group: str = ""
     """The same for all requests that ask for answers to one prompt; empty for a request that is alone."""
-    grammar: Grammar | None = None
+    grammar: GrammarProtocol | None = None
     """``params.structured_outputs``, compiled."""
     grammar_after: tuple[int, ...] = ()
     """The grammar applies only after these tokens (the end of reasoning), in this order. Other tokens may come between
@@ -112,7 +112,7 @@ class Request:
         priority: int = 0,
         owner: Owner = NOBODY,
         group: str = "",
-        grammar: Grammar | None = None,
+        grammar: GrammarProtocol | None = None,
         grammar_after: tuple[int, ...] = (),
         thinking: ThinkingTokens | None = None,
         forks: tuple[int, ...] = (),

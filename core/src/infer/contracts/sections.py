@@ -226,6 +226,9 @@ class EngineSettings(Section):
     max_draft_tokens: int = Field(
         8, ge=1, le=16, description="Draft tokens of one sequence per step, at most; fewer where they do not pay."
     )
+    grammar_backend: str = Field(
+        "auto", description="The plugin that compiles structured outputs: llguidance or another; auto takes the best."
+    )
 
     @field_validator("speculation")
     @classmethod

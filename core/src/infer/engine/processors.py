@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.contracts.grammar import Bits, MatcherProtocol
 from infer.contracts.params import CallOutputs
 from infer.contracts.request import Request, ThinkingTokens
 from infer.device import upload
-from infer.text.grammar import Bits, Masks, Matcher
+from infer.engine.masks import Masks
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Edit(NamedTuple):
     repetition_M: Floats
     penalty_M: Floats
     allowed: Bits | None
-    """Like ``Matcher.allowed``; None if every token is allowed."""
+    """Like ``MatcherProtocol.allowed``; None if every token is allowed."""
     forced: int | None = None
     """The only token that is allowed, whatever else the edit says."""
 
@@ -159,12 +160,12 @@ class LogitsProcessor:
             return len(drafts)
         return max(0, (self._attempt(self._matcher.accepts, [*tokens, *drafts]) or 0) - len(tokens))
 
-    def see(self, tokens: Sequence[int]) -> Matcher | None:
+    def see(self, tokens: Sequence[int]) -> MatcherProtocol | None:
         """Take in the next ``tokens`` of prompt and answer. Returns the matcher, if a grammar applies to the next
         token."""
         return self._attempt(self._see_all, tokens)
 
-    def edit(self, matcher: Matcher | None) -> Edit | None:
+    def edit(self, matcher: MatcherProtocol | None) -> Edit | None:
         """The edit of the logits that follow the tokens it has seen. None if the processor has failed, which ends
         this request only: no token is allowed from then on."""
         return self._attempt(self._edit, matcher)
@@ -178,7 +179,7 @@ class LogitsProcessor:
                 self._fault = f"The request failed: {type(error).__name__}: {error}"
         return None
 
-    def _see_all(self, tokens: Sequence[int]) -> Matcher | None:
+    def _see_all(self, tokens: Sequence[int]) -> MatcherProtocol | None:
         if self._params.repetition_penalty != 1:
             for token in dict.fromkeys(tokens):  # prompts are long, and each answer to one sees it by itself
                 row = self._place(token)
@@ -188,7 +189,7 @@ class LogitsProcessor:
         self.num_seen += len(tokens)
         return None if self._waits else self._matcher
 
-    def _edit(self, matcher: Matcher | None) -> Edit:
+    def _edit(self, matcher: MatcherProtocol | None) -> Edit:
         early = self.num_seen - self._num_prompt < self._params.min_tokens or (self._promised and self._waits)
         if self._stops and not early:
             for token in self._stops:
@@ -197,7 +198,7 @@ class LogitsProcessor:
         m, count = len(self._row), self._count[: len(self._row)]
         penalty = self._params.frequency_penalty * count + self._params.presence_penalty * (count > 0)
         forced = None if self._thinking is None else self._thinking.forced
-        if forced is not None and matcher is not None and not matcher.allows(forced):
+        if forced is not None and matcher is not None and not _allows(matcher.allowed, forced):
             forced = None  # half a character comes before the tag: it is closed behind the other half
         return Edit(
             self._ids[:m],
@@ -280,6 +281,10 @@ def apply_edits(logits_NV: Tensor, edits: Sequence[tuple[int, Edit | None]], kee
             edited_NV[row] = -torch.inf
             edited_NV[row, edit.forced] = 0.0
     return edited_NV
+
+
+def _allows(bits: Bits, token: int) -> bool:
+    return bool(bits[token >> 5] >> (token & 31) & 1)
 
 
 @functools.cache

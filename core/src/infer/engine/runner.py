@@ -18,10 +18,10 @@ from infer.device import FixedTensor, download, mark, upload
 from infer.engine.adapters import RowGroups
 from infer.engine.batch import Batch, Draw, Floats, HiddenStates, Score
 from infer.engine.graphs import DecodeGraphs, Known
+from infer.engine.masks import Masks
 from infer.engine.processors import apply_edits, compute_edits
 from infer.engine.sampler import Drawing, score
 from infer.errors import PluginError
-from infer.text.grammar import Masks
 
 SCORED_ROWS = 128
 """How many prompt positions are scored at a time, which bounds the memory for their logits."""

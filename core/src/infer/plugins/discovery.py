@@ -235,6 +235,11 @@ class Plugins:
             )
         return offer
 
+    def spared(self, point: str, settings: Settings) -> bool:
+        """Whether an extension point has nothing to choose from, and the server does without."""
+        about = EXTENSION_POINTS[point]
+        return about.optional and about.chosen(settings) == "auto" and not self.offers[point]
+
     def _auto(self, point: str, there: Sequence[str]) -> Offer:
         about = EXTENSION_POINTS[point]
         what = about.setting or about.when.removeprefix("by ")

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from infer.contracts.adapters import AdapterReaderProtocol, AdapterRegistration
 from infer.contracts.cache import CachePoolProtocol, CacheRegistration
 from infer.contracts.command import CommandRegistration
+from infer.contracts.grammar import GrammarBackendProtocol
 from infer.contracts.kernels import KernelsProtocol, KernelsRegistration
 from infer.contracts.model import ModelProtocol, ModelRegistration
 from infer.contracts.proposer import ProposerProtocol, ProposerRegistration
@@ -53,6 +54,8 @@ class ExtensionPoint:
     {advice}: which package brings an offer that does, if ``packages`` says so."""
     tie: str = '{setting} is "auto", but {names} have equal priority; name one of them.'
     """The error if several suit it and have equal priority. It may name {names}, {there} and {setting}."""
+    optional: bool = False
+    """Whether a server can do without. "auto" then takes nothing where nothing is installed."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Offers of our own distributions, or what these suit, and the package of each, for the advice in errors."""
 
@@ -153,6 +156,14 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
         ProposerProtocol,
         "engine.speculation",
         packages=dict.fromkeys(("draft", "eagle3", "mtp", "ngram"), "infer-speculation"),
+    ),
+    "grammar": ExtensionPoint(
+        "infer_grammar_backends",
+        "engine",
+        contract=GrammarBackendProtocol,
+        setting="engine.grammar_backend",
+        optional=True,
+        packages={"llguidance": "infer-llguidance"},
     ),
     "kernels": ExtensionPoint(
         "infer_kernels",

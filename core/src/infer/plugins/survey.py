@@ -51,7 +51,7 @@ class Survey:
         """The offers that are chosen. For an extension point whose choice is made later, and for one of which
         all are used, those that can be."""
         about, chosen = EXTENSION_POINTS[point], EXTENSION_POINTS[point].chosen(self._settings)
-        if chosen == "none":
+        if chosen == "none" or self._plugins.spared(point, self._settings):
             return []
         if self._all_of(point):
             return [offer for offer in self._plugins.offers[point] if not offer.registration.unavailable]

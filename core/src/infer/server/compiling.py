@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
+from infer.contracts.grammar import Fault, GrammarProtocol
 from infer.contracts.params import StructuredOutputs
 from infer.errors import QueueFullError
 from infer.server.http.children import Child, ChildError, KilledError
-from infer.text.grammar import Fault, Grammar, Grammars, refused, told
+from infer.text.grammars import Grammars, refused, told
 
 SECONDS = 5.0
 MEMORY = 1 << 29
@@ -22,13 +22,11 @@ class Compiler:
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
         grammars.prepare()  # at the start, since later it would hold up every stream
-        self._child = Child(
-            Grammars.__module__, lambda: json.dumps(grammars.vocabulary).encode(), seconds=SECONDS, memory=MEMORY
-        )
+        self._child = Child(Grammars.__module__, grammars.first, seconds=SECONDS, memory=MEMORY)
         self._lock = asyncio.Lock()
         self._waiting = 0
 
-    async def __call__(self, outputs: StructuredOutputs | None) -> Grammar | None:
+    async def __call__(self, outputs: StructuredOutputs | None) -> GrammarProtocol | None:
         """The compiled grammar; None without ``outputs``. Raises RequestError or QueueFullError."""
         if outputs is None:
             return None
@@ -46,7 +44,7 @@ class Compiler:
         finally:
             self._waiting -= 1
 
-    async def _make(self, source: str) -> Grammar:
+    async def _make(self, source: str) -> GrammarProtocol:
         try:
             checked = told(await self._child.ask(source.encode()))
         except KilledError as error:

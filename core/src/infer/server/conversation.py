@@ -19,7 +19,6 @@ from infer.server.http.body import Body
 from infer.server.http.parsing import checked
 from infer.server.rendering import Renderer
 from infer.server.replies import Reply, ToolUse
-from infer.text import call_grammars
 from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL, REASONING, TemplateStyle, effort_variables
 from infer.text.tool_formats import ToolFormat, recognize
 from infer.text.tools import opens_reasoning
@@ -222,16 +221,12 @@ class Conversation:
                     self.tool_format.name,
                 )
             return None
-        return call_grammars.within(tools.held, forms, self._added, around, opened=opened)
+        return CallOutputs(kind="free", tools=tools.held, forms=forms, tags=around, opened=opened)
 
     def _thinking_tokens(self, tags: ReasoningTags, opened: bool) -> ThinkingTokens | None:
         """The tokens around the reasoning; None if they are not always the same."""
         opening, closing = self._tag_tokens
         return ThinkingTokens(opening, closing, opened) if (opening or opened) and closing and not tags.reader else None
-
-    @functools.cached_property
-    def _added(self) -> call_grammars.Added:
-        return call_grammars.added(self._served.tokenizer)
 
     @functools.cached_property
     def _tag_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -6,12 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from infer.contracts.params import SamplingParams, StructuredOutputs, ToolGrammar
+from infer.contracts.params import CallOutputs, SamplingParams, StructuredOutputs, ToolGrammar
 from infer.contracts.request import ThinkingTokens
 from infer.contracts.text import PartProtocol, ReasoningTags
 from infer.server.thoughts import Thoughts
 from infer.server.tokens import Tokens
-from infer.text import call_grammars
 from infer.text.tool_formats import ToolFormat
 from infer.text.tools import Whole, calls_schema, make_parser
 
@@ -44,22 +43,23 @@ class ToolUse:
         return self.grammars.get(self.forced[0]["function"]["name"])
 
     @property
-    def held(self) -> list[ToolGrammar]:
+    def held(self) -> tuple[ToolGrammar, ...]:
         """The grammars of those that the reply may call."""
         may = self.offered if self.forced is None else self.forced
         names = [tool["function"]["name"] for tool in may]
-        return [self.grammars[name] for name in names if name in self.grammars]
+        return tuple(self.grammars[name] for name in names if name in self.grammars)
 
     def outputs(self) -> StructuredOutputs | None:
         """The format of a reply that must call a tool."""
         if self.forced is None:
             return None
         if self.whole is not None:
-            return call_grammars.whole(self.whole)
-        most = None if self.parallel else 1
+            return CallOutputs(kind="whole", tools=(self.whole,))
         if self.held:
-            return call_grammars.listed(self.forced, self.grammars, most)
-        return StructuredOutputs(json_schema=calls_schema(self.forced, most))
+            named = [(tool["function"]["name"], tool["function"].get("parameters")) for tool in self.forced]
+            functions = tuple((name, about or {"type": "object"}) for name, about in named if name not in self.grammars)
+            return CallOutputs(kind="listed", tools=self.held, functions=functions, single=not self.parallel)
+        return StructuredOutputs(json_schema=calls_schema(self.forced, None if self.parallel else 1))
 
 
 @dataclass(frozen=True)

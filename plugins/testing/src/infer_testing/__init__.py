@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from infer_testing.checkpoints import tiny_checkpoint
     from infer_testing.commands import check_command
     from infer_testing.formats import check_weight_format
+    from infer_testing.grammars import check_grammar_backend
     from infer_testing.kernels import check_kernels
     from infer_testing.models import check_model
     from infer_testing.pools import check_pool
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 INFER_PLUGIN_API = 2
 MODULES = (
-    *("suite", "checkpoints", "commands", "formats", "kernels", "models", "pools", "proposers", "routes"),
+    *("suite", "checkpoints", "commands", "formats", "grammars", "kernels", "models", "pools", "proposers", "routes"),
     *("schedulers", "tool_formats"),
 )
 
@@ -36,6 +37,7 @@ __all__ = [
     "Suite",
     "Violation",
     "check_command",
+    "check_grammar_backend",
     "check_kernels",
     "check_model",
     "check_pool",

@@ -123,6 +123,12 @@ def _tool_format(args: argparse.Namespace, context: CommandContext, offer: Offer
     return tool_formats.SUITE, tool_formats.ToolFormats(make, **_call(args.call))
 
 
+def _grammar(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
+    from infer_testing import grammars
+
+    return grammars.SUITE, grammars.Backends(offer.registration.factory, offer.own(context.settings))
+
+
 def _call(file: str | None) -> dict[str, Any]:
     """What ``--call`` says. Raises InferError."""
     if file is None:
@@ -152,6 +158,7 @@ _SUBJECTS: dict[str, Callable[[argparse.Namespace, CommandContext, Offer], tuple
     "weights": _weights,
     "proposer": _proposer,
     "tool_format": _tool_format,
+    "grammar": _grammar,
 }
 """Per slot, the suite and what it tries."""
 

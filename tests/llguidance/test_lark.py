@@ -11,8 +11,8 @@ import pytest
 from llguidance import LLMatcher
 from tests.examples import slowly
 
-from infer.text import lark
-from infer.text.lark import bounded, quoted, quoted_regex
+from infer_llguidance import lark
+from infer_llguidance.lark import bounded, quoted, quoted_regex
 
 
 @functools.cache

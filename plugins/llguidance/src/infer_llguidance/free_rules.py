@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from infer.contracts.text import CallForm
-from infer.text.lark import escaped
+from infer_llguidance.lark import escaped
 
 Part = tuple[int, str, str, str | None]
 """The index of a tool, what stands before and after its input, and what the input does not hold."""

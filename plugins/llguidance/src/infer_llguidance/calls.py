@@ -12,13 +12,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
-from tokenizers import Tokenizer
 
 from infer.contracts.params import CallOutputs, ToolGrammar
 from infer.contracts.text import CallForm
-from infer.text.free_rules import FreeRules
-from infer.text.lark import bounded, escaped, quoted
 from infer.text.tool_formats.reader import SPACE
+from infer_llguidance.free_rules import FreeRules
+from infer_llguidance.lark import bounded, escaped, quoted
 
 PREFIX = '{"calls": '
 """How the source of such a grammar begins."""
@@ -37,20 +36,6 @@ class ToolGrammarError(ValueError):
         self.param = param
 
 
-def whole(tool: ToolGrammar) -> CallOutputs:
-    """The format of an answer that is the input of a tool."""
-    return CallOutputs(spec=_spec("whole", [tool]))
-
-
-def listed(functions: Sequence[Mapping[str, Any]], tools: Mapping[str, ToolGrammar], most: int | None) -> CallOutputs:
-    """The format of an answer that is a list of at least one and at most ``most`` calls of ``functions``, which are as
-    chat templates take them; None is no limit. ``calls_schema`` is the same without grammars."""
-    each = [(tool["function"]["name"], tool["function"].get("parameters") or {"type": "object"}) for tool in functions]
-    held = [tools[name] for name, _ in each if name in tools]
-    others = [(name, parameters) for name, parameters in each if name not in tools]
-    return CallOutputs(spec=_spec("listed", held, functions=others, most=most))
-
-
 class Added(NamedTuple):
     """The added tokens that llguidance takes for special ones, with their ids."""
 
@@ -59,27 +44,24 @@ class Added(NamedTuple):
     hidden: Mapping[str, int]
 
 
-def within(
-    tools: Sequence[ToolGrammar],
-    forms: Sequence[CallForm],
-    added: Added,
-    tags: tuple[str, str] | None,
-    *,
-    opened: bool = False,
-) -> CallOutputs:
-    """The format of a free answer that may call ``tools`` in one of the ``forms``. It may begin with reasoning between
-    ``tags``, in which nothing is held to anything; ``opened`` means that it begins within."""
-    hidden = {mark: added.hidden[mark] for form in forms for mark in form.hidden if mark in added.hidden}
-    return CallOutputs(
-        spec=_spec("within", tools, forms=forms, tags=tags, opened=opened, tokens=added.visible, hidden=hidden)
-    )
+def added(tokenizer: str, stops: Collection[int]) -> Added:
+    """Those of a tokenizer, which is JSON, but for ``stops``, which end answers."""
+    tokens = [token for token in json.loads(tokenizer).get("added_tokens", []) if token["id"] not in stops]
+    marks = {token["content"]: token["id"] for token in tokens if re.fullmatch("(?s)<.*>", token["content"])}
+    hidden = {token["content"]: token["id"] for token in tokens if token["special"]}
+    return Added({text: id for text, id in marks.items() if text not in hidden}, hidden)
 
 
-def compiled(source: str, fault: Callable[[str], str | None], stops: Collection[int]) -> str:
-    """The grammar that a ``spec`` describes, as llguidance reads it. ``fault`` tells why llguidance cannot compile a
-    grammar, and ``stops`` are the tokens that end answers. Raises ToolGrammarError."""
+def source(outputs: CallOutputs) -> str:
+    """All that the grammar is made of."""
+    return json.dumps({"calls": {name: getattr(outputs, name) for name in CallOutputs.__annotations__}})
+
+
+def compiled(source: str, fault: Callable[[str], str | None], added: Callable[[], Added]) -> str:
+    """The grammar of a ``source``, as llguidance reads it. ``fault`` tells why llguidance cannot compile a grammar, and
+    ``added`` makes the tokens that may stand in an answer. Raises ToolGrammarError."""
     spec = json.loads(source)["calls"]
-    tools = [ToolGrammar(**tool) for tool in spec["tools"]]
+    tools = [ToolGrammar(*tool) for tool in spec["tools"]]
     own = [_own(tool) for tool in tools]
     for tool, lark in zip(tools, own, strict=True):
         if found := fault(_grammars(lark)):
@@ -88,21 +70,9 @@ def compiled(source: str, fault: Callable[[str], str | None], stops: Collection[
         case "whole":
             return _grammars(own[0])
         case "listed":
-            return _listed(tools, own, spec["functions"], spec["most"])
+            return _listed(tools, own, spec["functions"], spec["single"])
         case _:
-            return _within(tools, own, spec, stops)
-
-
-def _spec(kind: str, tools: Sequence[ToolGrammar], **more: Any) -> str:
-    return json.dumps({"calls": {"kind": kind, "tools": [tool._asdict() for tool in tools], **more}})
-
-
-def added(tokenizer: Tokenizer) -> Added:
-    """A tokenizer's."""
-    tokens = tokenizer.get_added_tokens_decoder().items()
-    marks = {token.content: id for id, token in tokens if re.fullmatch("(?s)<.*>", token.content)}
-    hidden = {token.content: id for id, token in tokens if token.special}
-    return Added({text: id for text, id in marks.items() if text not in hidden}, hidden)
+            return _free(tools, own, spec, added())
 
 
 def _own(tool: ToolGrammar) -> str:
@@ -129,14 +99,14 @@ def _part(tool: ToolGrammar, own: str, before: str, after: str, closing: str | N
         ) from None
 
 
-def _listed(tools: Sequence[ToolGrammar], own: Sequence[str], functions: Sequence[Any], most: int | None) -> str:
+def _listed(tools: Sequence[ToolGrammar], own: Sequence[str], functions: Sequence[Any], single: bool) -> str:
     def header(name: str) -> str:
         return rf'/\{{{SPACE}"name"{SPACE}:{SPACE}"{escaped(name)}"{SPACE},{SPACE}"arguments"{SPACE}:{SPACE}/'
 
     parts = {f"part-{i}": _part(tool, own[i], *_LISTED) for i, tool in enumerate(tools)}
     calls = [f"{header(tool.name)} @{part}" for tool, part in zip(tools, parts, strict=True)]
     calls += [rf"{header(name)} %json {json.dumps(_spaced(schema))} /{SPACE}\}}/" for name, schema in functions]
-    more = "" if most == 1 else f"(/{SPACE},{SPACE}/ call)*"
+    more = "" if single else f"(/{SPACE},{SPACE}/ call)*"
     start = rf"start: /{SPACE}\[{SPACE}/ call {more} /{SPACE}\]{SPACE}/"
     return _grammars("\n".join([start, f"call: {' | '.join(calls)}"]), parts)
 
@@ -147,10 +117,10 @@ def _spaced(schema: Any) -> Any:
     return schema | {"x-guidance": {"whitespace_pattern": WHITESPACE} | given if isinstance(given, dict) else given}
 
 
-def _within(tools: Sequence[ToolGrammar], own: Sequence[str], spec: Mapping[str, Any], stops: Collection[int]) -> str:
-    tokens, hidden = ({text: id for text, id in spec[key].items() if id not in stops} for key in ("tokens", "hidden"))
+def _free(tools: Sequence[ToolGrammar], own: Sequence[str], spec: Mapping[str, Any], added: Added) -> str:
     forms = [CallForm(*form) for form in spec["forms"]]
-    rules = FreeRules(forms, [tool.name for tool in tools], tokens, hidden)
+    hidden = {mark: added.hidden[mark] for form in forms for mark in form.hidden if mark in added.hidden}
+    rules = FreeRules(forms, [tool.name for tool in tools], added.visible, hidden)
     lines = rules.lines(spec["tags"], opened=spec["opened"])
     parts = {
         name: _part(tools[i], own[i], before, after, closing)

@@ -8,7 +8,6 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +15,14 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tests.core.text.test_tools import FORMATS
 from tests.examples import slowly
 
+from infer.contracts.grammar import Checked, Vocabulary
 from infer.contracts.params import CallOutputs, ToolGrammar
 from infer.contracts.text import ReasoningTags
+from infer.server.replies import ToolUse
 from infer.server.tools import TEXT_PARAMETERS
-from infer.text import call_grammars
-from infer.text.grammar import check
+from infer.text.grammars import error_of
 from infer.text.tools import calls_schema, make_parser
+from infer_llguidance.backend import LLGuidance
 from infer_tool_formats import infer_tool_formats
 
 FORMS = {each.name: each.forms for each in infer_tool_formats() if each.forms}
@@ -44,15 +45,14 @@ PATCHED = re.compile(
     r"\*\*\* End\n?"
 )
 CODE = r'[A-Z]{2}-"?\d{1,3}(\n|\\)?'
-TOOLS = [ToolGrammar("ns__patch", "lark", PATCH, "tools[0]"), ToolGrammar("code.1", "regex", CODE, "tools[1]")]
+TOOLS = (ToolGrammar("ns__patch", "lark", PATCH, "tools[0]"), ToolGrammar("code.1", "regex", CODE, "tools[1]"))
 EXPECTED = {"ns__patch": PATCHED, "code.1": re.compile(CODE)}
 KNOWN: dict[str, Any] = dict.fromkeys(EXPECTED, TEXT_PARAMETERS) | {"look": {}, "ns__patch2": {}}
 GOOD = '*** Begin\n*** Add: a"b\n+x\t\\é\n+\n*** Change: c\n@@ </b>\n-x\n*** End'
 
 
 class Marked:
-    """A tokenizer of bytes, the end of an answer, a special token and others. It stands for llguidance's and for a
-    tokenizer of the hub's."""
+    """A tokenizer of bytes, the end of an answer, a special token and others."""
 
     bos_token_id, eos_token_id = None, 256
 
@@ -62,13 +62,15 @@ class Marked:
         special = [257 + i for i, mark in enumerate(self.marks) if mark[0] + mark[-1] == "<>"]
         self.special_token_ids = [256, *special]
         self._split = re.compile("|".join(map(re.escape, self.marks)) + "|(?s:.)")
-        self.made = LLTokenizer(TokenizerWrapper(self), slices=[])
+        self.backend = LLGuidance(Vocabulary(self._to_json, len(self.tokens), [256]))
+        self.made = self.backend.tokenizer = LLTokenizer(TokenizerWrapper(self), slices=[])
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
 
-    def get_added_tokens_decoder(self) -> dict[int, Any]:
-        return {257 + i: SimpleNamespace(content=mark, special=mark == HIDDEN) for i, mark in enumerate(self.marks)}
+    def _to_json(self) -> str:
+        marks = enumerate(self.marks, 257)
+        return json.dumps({"added_tokens": [{"id": i, "content": m, "special": m == HIDDEN} for i, m in marks]})
 
     def encoded(self, text: str, spelled: bool = False) -> list[int]:
         ids: list[int] = []
@@ -87,8 +89,12 @@ def marked(format: str, tokens: bool = True) -> Marked:
     return Marked(HIDDEN, *dict.fromkeys([*think, *MARKS[format]])) if tokens else Marked()
 
 
+def check(outputs: CallOutputs, tokenizer: Marked) -> Checked:
+    return tokenizer.backend.check(tokenizer.backend.source(outputs))
+
+
 def matcher(outputs: CallOutputs, tokenizer: Marked) -> LLMatcher:
-    checked = check(tokenizer.made, outputs.spec, [256])
+    checked = check(outputs, tokenizer)
     assert checked.fault is None, checked.fault
     assert checked.text is not None
     # Its fuel is for one mask, and these tests compute none between texts.
@@ -96,15 +102,14 @@ def matcher(outputs: CallOutputs, tokenizer: Marked) -> LLMatcher:
     return LLMatcher(tokenizer.made, checked.text, log_level=0, limits=limits)
 
 
-def free(format: str, tools: Sequence[ToolGrammar] = TOOLS, *, tokens: bool = True, **more: Any) -> CallOutputs:
-    tokenizer: Any = marked(format, tokens)
+def free(format: str, tools: tuple[ToolGrammar, ...] = TOOLS, *, opened: bool = False) -> CallOutputs:
     tags = None if format == "harmony" else TAGS[:2]
-    return call_grammars.within(tools, FORMS[format], call_grammars.added(tokenizer), tags, **more)
+    return CallOutputs(kind="free", tools=tools, forms=FORMS[format], tags=tags, opened=opened)
 
 
 @functools.cache
 def start(format: str, tokens: bool = True) -> LLMatcher:
-    return matcher(free(format, tokens=tokens), marked(format, tokens))
+    return matcher(free(format), marked(format, tokens))
 
 
 def takes(start: LLMatcher, ids: Sequence[int]) -> int | None:
@@ -310,7 +315,7 @@ def test_whatever_is_drawn_has_inputs_that_fit(format: str, tokens: bool, seed: 
     ids: list[int] = []
     few = PATCH.replace("]*/", "]{0,4}/").replace("]+/", "]{1,4}/").replace("added+", "added{1,2}")
     few = few.replace("hunk+", "hunk{1,2}").replace("changed+", "changed{1,2}")
-    copy = matcher(free(format, [TOOLS[0]._replace(definition=few), TOOLS[1]], tokens=tokens), tokenizer)
+    copy = matcher(free(format, (TOOLS[0]._replace(definition=few), TOOLS[1])), tokenizer)
     likely = [*b'abc "*+-@\n/<>{}[]:,', *range(256, len(tokenizer.tokens))]
 
     def take(token: int) -> None:
@@ -343,7 +348,7 @@ def test_masks_stay_within_the_limits_of_llguidance(format: str, tokens: bool) -
     of llguidance, which a mask reaches in about 5 ms."""
     tokenizer = marked(format, tokens)
     wide = Marked(*tokenizer.marks, words=WORDS)
-    checked = check(wide.made, free(format, tokens=tokens).spec, [256])
+    checked = check(free(format), wide)
     assert checked.fault is None
     assert checked.text is not None
     for way in range(len(WAYS[format])):
@@ -369,21 +374,28 @@ LOOK = {
 FUNCTIONS = [LOOK, *({"type": "function", "function": {"name": tool.name}} for tool in TOOLS)]
 
 
-def listed(most: int | None) -> LLMatcher:
-    return matcher(call_grammars.listed(FUNCTIONS, {tool.name: tool for tool in TOOLS}, most), Marked())
+def listed(single: bool) -> LLMatcher:
+    return matcher(use(FUNCTIONS, TOOLS, single), Marked())
+
+
+def use(functions: Sequence[dict[str, Any]], tools: Sequence[ToolGrammar], single: bool = False) -> CallOutputs:
+    """The format of a reply that must call one of the functions."""
+    outputs = ToolUse(functions, functions, not single, grammars={tool.name: tool for tool in tools}).outputs()
+    assert isinstance(outputs, CallOutputs)
+    return outputs
 
 
 def test_a_list_of_calls_holds_inputs_and_arguments() -> None:
     one = written("json", "ns__patch", GOOD)
     look = '{"name": "look", "arguments": {"at": 3}}'
-    start, encoded = listed(None), Marked().encoded
+    start, encoded = listed(False), Marked().encoded
     for text in (f"[{one}]", f"[{look},\n {one}]", f"[ {one} , {look} ]"):
         assert takes(start, encoded(text)) is None, text
         assert ("ns__patch", GOOD) in calls(text, None)
     for text in ("[]", f"[{look.replace('3', 'true')}]", f"[{written('json', 'code.1', 'x')}]", f"[{one}, ]"):
         assert takes(start, encoded(text)) is not None, text
-    assert takes(listed(1), encoded(f"[{one}]")) is None
-    assert takes(listed(1), encoded(f"[{one}, {look}]")) == len(encoded(f"[{one}"))
+    assert takes(listed(True), encoded(f"[{one}]")) is None
+    assert takes(listed(True), encoded(f"[{one}, {look}]")) == len(encoded(f"[{one}"))
     plain = calls_schema([LOOK], None)
     assert plain["items"]["anyOf"][0]["required"] == ["name", "arguments"], "which is what a list without grammars is"
 
@@ -400,16 +412,15 @@ def test_a_list_of_calls_holds_inputs_and_arguments() -> None:
     ],
 )
 def test_the_fault_of_a_grammar_names_its_tool(tool: ToolGrammar, why: str) -> None:
-    checked = check(Marked().made, free("tags", [TOOLS[0], tool]).spec, [256])
+    checked = check(free("tags", (TOOLS[0], tool)), Marked())
     assert checked.fault is not None
-    error = checked.fault.error()
+    error = error_of(checked.fault)
     assert error.param == "tools[3]"
     assert re.search(why, str(error), re.DOTALL), error
 
 
 def test_odd_schemas_are_llguidances_to_refuse() -> None:
     odd = {"type": "function", "function": {"name": "odd", "parameters": {"type": "object", "x-guidance": "x"}}}
-    outputs = call_grammars.listed([odd, FUNCTIONS[1]], {TOOLS[0].name: TOOLS[0]}, None)
-    fault = check(Marked().made, outputs.spec, [256]).fault
+    fault = check(use([odd, FUNCTIONS[1]], [TOOLS[0]]), Marked()).fault
     assert fault is not None
-    assert fault.error().param == "structured_outputs"
+    assert error_of(fault).param == "structured_outputs"

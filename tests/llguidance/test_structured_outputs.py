@@ -16,9 +16,12 @@ import jsonschema
 import pytest
 
 from infer import LLM, RequestError, SamplingParams
+from infer.contracts.grammar import MASK_SECONDS, Checked, Vocabulary
 from infer.contracts.params import StructuredOutputs
-from infer.text import grammar
-from infer.text.grammar import MASK_SECONDS, Grammar, Grammars, Masks, Matcher
+from infer.engine.masks import Masks
+from infer.text import grammars as kept
+from infer.text.grammars import Grammars, error_of, vocabulary
+from infer_llguidance.backend import Grammar, LLGuidance, Matcher
 
 SCHEMAS = 500
 
@@ -143,9 +146,19 @@ def test_what_is_no_grammar_is_refused(outputs: dict[str, Any], message: str, ll
     assert len(str(raised.value)) < 700
 
 
-def test_a_panic_is_told_without_the_calls_that_led_there() -> None:
-    error = grammar.refused("panic: too many symbols\n<backtrace>\n   0: <unknown>\n</backtrace>")
-    assert str(error) == "The structured output cannot be compiled: panic: too many symbols."
+def test_a_panic_is_told_without_the_calls_that_led_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panicked:
+        def is_error(self) -> bool:
+            return True
+
+        def get_error(self) -> str:
+            return "panic: too many symbols.\n<backtrace>\n   0: <unknown>\n</backtrace>"
+
+    monkeypatch.setattr(LLGuidance, "_start", lambda self, text: Panicked())
+    fault = LLGuidance(Vocabulary(str, 0, [0])).check("{}").fault
+    assert fault is not None
+    message = "The structured output cannot be compiled: panic: too many symbols."
+    assert str(error_of(fault)) == message
 
 
 def test_it_takes_one_form_at_a_time() -> None:
@@ -174,6 +187,7 @@ def test_a_mask_that_takes_too_long_is_left_behind_and_no_other(llm: LLM) -> Non
     grammars = llm.served.grammars
     fine, slow = (grammars.compile(StructuredOutputs(regex=regex)) for regex in ("[ab]{3}", "[cd]{4}"))
     masks = Masks()
+    assert isinstance(slow, Grammar)
     first, spinning, last = fine.matcher(), Spinning(slow), fine.matcher()
     try:
         masks.compute([first, spinning, last])
@@ -201,25 +215,32 @@ def test_waiting_is_not_computing(llm: LLM) -> None:
             time.sleep(4 * MASK_SECONDS)
             super().compute()
 
-    matcher = Waiting(llm.served.grammars.compile(StructuredOutputs(regex="[ab]{3}")))
+    grammar = llm.served.grammars.compile(StructuredOutputs(regex="[ab]{3}"))
+    assert isinstance(grammar, Grammar)
+    matcher = Waiting(grammar)
     Masks().compute([matcher])
     assert matcher.fault is None
     assert matcher.allowed.any()
 
 
 def test_grammars_that_are_remembered_stay_within_their_memory(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = Grammars(llm.served.tokenizer, llm.served.vocab_size, [0])
+    grammars = fresh(llm)
     sources = [grammars.source(StructuredOutputs(regex=f"a{{{i}}}")) for i in range(1, 5)]
-    third = grammar.Checked(None, num_bytes=grammar.KEPT_BYTES // 3)
+    third = Checked(None, num_bytes=kept.KEPT_BYTES // 3)
     for source in sources[:3]:
         grammars.make(source, third)
     assert all(grammars.known(source) for source in sources[:3])
     grammars.known(sources[0])
     grammars.make(sources[3], third)
     assert [grammars.known(source) is not None for source in sources] == [True, False, True, True]
-    monkeypatch.setattr(grammar, "MAX_CHARS", 50)
+    monkeypatch.setattr(kept, "MAX_CHARS", 50)
     with pytest.raises(RequestError, match="more than 50 characters"):
         grammars.source(StructuredOutputs(regex="\\n" * 20))  # which is escaped
+
+
+def fresh(llm: LLM) -> Grammars:
+    """That keep nothing yet."""
+    return Grammars(LLGuidance(vocabulary(llm.served.tokenizer, llm.served.vocab_size, frozenset({0}))))
 
 
 @pytest.mark.parametrize(
@@ -239,9 +260,9 @@ def test_a_long_source_is_refused_before_it_is_made(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, outputs: dict[str, Any]
 ) -> None:
     """Making it would hold up every stream."""
-    grammars = Grammars(llm.served.tokenizer, llm.served.vocab_size, [0])
-    monkeypatch.setattr(grammar, "MAX_CHARS", 50)
-    monkeypatch.setattr(grammar, "_source", lambda outputs: pytest.fail("it is made"))
+    grammars = fresh(llm)
+    monkeypatch.setattr(kept, "MAX_CHARS", 50)
+    monkeypatch.setattr(LLGuidance, "source", lambda self, outputs: pytest.fail("it is made"))
     with pytest.raises(RequestError, match="it has more than 50 characters"):
         grammars.source(StructuredOutputs.model_validate(outputs))
 
