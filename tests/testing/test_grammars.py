@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, Self
 
 import numpy as np
 import pytest
 from pydantic import BaseModel
+from tests.core.engine.test_schedulers import documented
 from tests.examples import seeded
 from tests.testing.planted import Bug, Bugs, caught
 
@@ -25,6 +28,15 @@ planted: Bugs[type[LLGuidance]] = Bugs([])
 @seeded()
 def test_ours_passes(seed: int) -> None:
     check_grammar_backend(make, seed=seed)
+
+
+def test_the_documented_one_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = documented("ChoiceGrammar")
+    module = ModuleType(names["__name__"])
+    vars(module).update(names)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    (registration,) = names["infer_grammar_backends"]()
+    check_grammar_backend(registration.factory)
 
 
 @planted.each
