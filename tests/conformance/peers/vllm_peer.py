@@ -152,9 +152,10 @@ def pytest_configure(config: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """One model stands for all whose tools are tried. Whether two draws of a name under a grammar differ is chance."""
+    """One model stands for all whose tools are tried. Whether two draws of one format differ is chance."""
     others = [item for item in items if "tests/tool_use/" in item.nodeid and "[hermes]" not in item.nodeid]
-    left = [*others, *(item for item in items if item.nodeid.endswith("::test_structured_outputs_json_chat"))]
+    chance = ("::test_structured_outputs_json_chat", "::test_structured_outputs_choice_chat")
+    left = [*others, *(item for item in items if item.nodeid.endswith(chance))]
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in left]
 

@@ -13,7 +13,7 @@ from tests.serving import chatty, running
 from infer import LLM, PLUGIN_API, PluginError, RequestError, SamplingParams, hookimpl
 from infer.commands.cli import main
 from infer.contracts.grammar import Checked, Fault, GrammarBackendFactory, GrammarBackendProtocol, Vocabulary
-from infer.contracts.params import StructuredOutputs
+from infer.contracts.params import CallOutputs, StructuredOutputs, ToolGrammar
 from infer.contracts.registration import Registration
 from infer.plugins.discovery import Plugins
 from infer.text.grammars import Grammars, order, told, worker
@@ -120,3 +120,12 @@ def test_a_fault_names_where_it_is() -> None:
         grammars.compile(StructuredOutputs(regex="a"))
     error = grammars.refuse("x", Fault("The tool is wrong.", "tools[3]"))
     assert (str(error), error.param) == ("The tool is wrong.", "tools[3]")
+
+
+def test_what_calls_tools_is_no_format_of_a_clients_and_passes_as_it_is() -> None:
+    """Parameters check it as they check what clients give."""
+    tool = ToolGrammar("look", "regex", "a", "tools[0]")
+    outputs = CallOutputs(kind="free", tools=(tool,), functions=(("x", {}),), single=True, opened=True)
+    assert SamplingParams(structured_outputs=outputs).structured_outputs == outputs
+    with pytest.raises(ValueError, match="exactly one"):
+        SamplingParams(structured_outputs=StructuredOutputs.model_construct())

@@ -39,6 +39,8 @@ class StructuredOutputs(BaseModel):
 
     @model_validator(mode="after")
     def _one(self) -> Self:
+        if type(self) is not StructuredOutputs:  # a field of this type checks instances of subclasses by it, too
+            return self
         if sum(value not in (None, False) or (name == "json_schema" and value is False) for name, value in self) != 1:
             raise ValueError("give exactly one of json, json_object, regex, choice and grammar")
         return self
@@ -71,10 +73,6 @@ class CallOutputs(StructuredOutputs):
     """What encloses reasoning, with which a free answer may begin, and in which nothing is held to anything."""
     opened: bool = False
     """Whether it begins within the reasoning."""
-
-    @model_validator(mode="after")
-    def _one(self) -> Self:
-        return self
 
 
 class SamplingParams(BaseModel):
