@@ -84,7 +84,7 @@ const checks = {
     const stream = await client.chat({ model, messages: [user], stream: true, options: { num_predict: 100000 } });
     let parts = 0;
     try {
-      for await (const _ of stream) if (++parts === 3) stream.abort();
+      for await (const _ of stream) if (parts < 3 && ++parts === 3) stream.abort(); // more may have come with the third
     } catch (error) {
       return { parts, error: error.name };
     }

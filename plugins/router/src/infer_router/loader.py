@@ -265,16 +265,13 @@ class Loader:
     def _ended(self, model: _Model, result: int | Exception) -> None:
         if isinstance(result, Exception):
             raise result
-        meant = model.state == "unloading"
-        model.state, model.engine, model.leaving = "unloaded", None, False
+        meant, silent = model.state == "unloading", model.silent
+        model.state, model.engine, model.leaving, model.silent = "unloaded", None, False, False
         if meant:
             log.info("model %s is unloaded", model.name)
             return
         self._changed(model.name, None)
-        model.problem = (
-            "its process did not answer, and was killed" if model.silent else f"its process {ending(result)}"
-        )
-        model.silent = False
+        model.problem = "its process did not answer, and was killed" if silent else f"its process {ending(result)}"
         log.error("model %s: %s", model.name, model.problem)
         if time.monotonic() - model.loaded_at > MOST_BACKOFF_S:
             model.failures = 0
