@@ -222,7 +222,7 @@ async def test_without_any_format_calls_are_forced_or_refused_and_the_package_is
     monkeypatch.setattr(Plugins, "discover", lambda extra=(): discover(extra, installed=others))
     async with running(model=chatty(tmp_path)) as server:
         status, refused, _ = await server.post(BODY, CHAT)
-        _, forced, _ = await server.post(BODY | {"tool_choice": "required"}, CHAT)
+        _, forced, _ = await server.post(BODY | {"tool_choice": "required", "parallel_tool_calls": False}, CHAT)
     assert (status, refused["error"]["param"]) == (400, "tools")
     assert "This server has no format of tool calls; install infer-tool-formats" in refused["error"]["message"]
     (call,) = forced["choices"][0]["message"]["tool_calls"]

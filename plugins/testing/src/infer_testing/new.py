@@ -50,6 +50,7 @@ KINDS: Mapping[str, Kind] = {
     "weights": Kind("a weight format", "", "torch", '# nothing: quant_method = "$name" in config.json decides'),
     "proposer": Kind("a proposer of draft tokens", "", "", '[engine]\nspeculation = "$name"'),
     "tools": Kind("a format of tool calls", "", "", '[model]\ntool_format = "$name"  # the chat template says it, too'),
+    "grammar": Kind("a grammar backend", "numpy tokenizers", "", '[engine]\ngrammar_backend = "$name"'),
     "route": Kind("an endpoint of the server", "aiohttp typing-extensions", RUNS, "# nothing: all routes are served"),
     "command": Kind("a command", "", RUNS, "# nothing: infer $name runs it"),
     "observer": Kind("an observer", "pydantic", RUNS, '[observers.$name]\nunit = "tokens"'),
