@@ -27,8 +27,8 @@ from tests.agents.starting import AGENTS, GPT, started
 from tests.serving import TEMPLATE
 
 import infer_demo
-from infer.server.http.sockets import bind, listen
 from infer_bench.bench import machine, server
+from infer_server.http.sockets import bind, listen
 
 CONTEXT = 1 << 16
 FIRST = (b"event: content_block_delta", b'"type": "response.output_text.delta"')

@@ -30,10 +30,10 @@ from tests.console.records import step
 
 from infer import hookimpl
 from infer.contracts.records import StepRecord
-from infer.server.testing import serving
 from infer_bench.bench import machine
 from infer_console.live import Live
 from infer_console.messages import Kept, Maps, Messages, cells
+from infer_server.testing import serving
 
 PROMPT, NEW = 32, 1800
 SETTLE = 3 / 8

@@ -41,10 +41,10 @@ from infer.commands.doctor import Doctor, warnings_noted  # noqa: E402
 from infer.contracts.sections import Settings  # noqa: E402
 from infer.errors import INDEXED  # noqa: E402
 from infer.plugins.discovery import Plugins  # noqa: E402
-from infer.server.endpoints.metrics import Metrics  # noqa: E402
-from infer.server.service import Service  # noqa: E402
 from infer.settings import load_settings  # noqa: E402
 from infer_kernels_cpu.native import VARIABLE  # noqa: E402
+from infer_server.endpoints.metrics import Metrics  # noqa: E402
+from infer_server.service import Service  # noqa: E402
 
 SHAPES = ("Qwen3-0.6B", "Gemma-3-1B", "Llama-3.2-1B", "Granite-3.1-1B-A400M", "Llama-3.2-3B", "OLMoE-1B-7B", "Qwen3-8B")
 CARDS = "https://huggingface.co"

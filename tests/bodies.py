@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.serving import Running
 
 from infer.errors import RequestError
-from infer.server.http.body import Body
-from infer.server.http.parsing import parse
+from infer_server.http.body import Body
+from infer_server.http.parsing import parse
 
 USER = {"role": "user", "content": "x"}
 FREE = {

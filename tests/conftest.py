@@ -11,7 +11,7 @@ import torch
 from aiohttp import web_app
 from tests import examples
 
-from infer.server.http.children import give_back
+from infer_server.http.children import give_back
 
 # Tiny tensors gain nothing from a second thread, and its spinning costs whatever runs beside.
 torch.set_num_threads(1)

@@ -17,8 +17,8 @@ import pytest
 from aiohttp import web
 from safetensors.torch import load_file, save_file
 
-import infer.server.testing
 import infer_demo
+import infer_server.testing
 from infer.assemble import assembly
 from infer.assemble.assembly import start
 from infer.assemble.served import Served
@@ -27,14 +27,14 @@ from infer.engine.exactness import self_check
 from infer.engine.loop import EngineLoop
 from infer.engine.schedulers import ContinuousScheduler
 from infer.plugins.discovery import Plugins
-from infer.server import routing
-from infer.server.app import make_app
-from infer.server.http.body import Body as WireBody
-from infer.server.http.sockets import bind, listen
-from infer.server.messages import Message
-from infer.server.openapi import Place, document
-from infer.server.testing import Serving
 from infer.settings import load_settings
+from infer_server import routing
+from infer_server.app import make_app
+from infer_server.http.body import Body as WireBody
+from infer_server.http.sockets import bind, listen
+from infer_server.messages import Message
+from infer_server.openapi import Place, document
+from infer_server.testing import Serving
 
 Body = dict[str, Any]
 HANG_S = 300.0
@@ -212,7 +212,7 @@ async def running(plugins: Sequence[object] = (), **sections: Any) -> AsyncItera
 def serving(**sections: Any) -> Iterator[Serving]:
     """A server of the demo model in a thread, unless ``sections`` of the settings say otherwise."""
     model = {"path": "demo"} | sections.pop("model", {})
-    with infer.server.testing.serving(model["path"], model=model, **{"kernels": {"threads": 1}} | sections) as server:
+    with infer_server.testing.serving(model["path"], model=model, **{"kernels": {"threads": 1}} | sections) as server:
         yield server
 
 

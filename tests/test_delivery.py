@@ -18,7 +18,7 @@ from prometheus_client import generate_latest
 from tests.serving import HANG_S, running
 
 from infer.contracts.sections import ServerSettings
-from infer.server.endpoints import metrics
+from infer_server.endpoints import metrics
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"

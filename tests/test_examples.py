@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/*/pyproject.toml"))
 BASE = (
     "core",
-    *(f"plugins/{name}" for name in ("cache_slotted", "cache_paged", "layers", "models", "testing", "demo")),
+    *(f"plugins/{name}" for name in ("server", "cache_slotted", "cache_paged", "layers", "models", "testing", "demo")),
 )
 MOST_LINES = 100
 PREPARED = {

@@ -34,7 +34,7 @@ def test_it_has_what_the_contract_names_and_says_how_a_class_is_made() -> None:
     """All public names of each module that docs/plugins.md promises. (The reference kernels do what their protocol
     says.)"""
     plugins, page = (PLUGINS.read_text(encoding="utf-8"), SCRIPT["page"]())
-    promise = plugins.partition("names the contract:")[2].partition("those of `infer.server")[0]
+    promise = plugins.partition("names the contract:")[2].partition("those of `infer_server")[0]
     named = set(re.findall(r"`(infer[\w.]*)`", promise)) - {"infer.kernels.reference", "infer.contracts"}
     # Requests and parameters are public names of infer, and settings have a page of their own.
     readers = {each.name for each in pkgutil.iter_modules(contracts.__path__)} - {"params", "request", "sections"}

@@ -22,7 +22,17 @@ from triton.backends.nvidia import __file__ as nvidia
 from infer_kernels_triton.assembler import FIXED
 
 ROOT = Path(__file__).parents[2]
-PLUGINS = ("cache_paged", "cache_slotted", "layers", "models", "kernels_triton", "llguidance", "testing", "bench")
+PLUGINS = (
+    "cache_paged",
+    "cache_slotted",
+    "layers",
+    "models",
+    "kernels_triton",
+    "llguidance",
+    "testing",
+    "bench",
+    "server",
+)
 PACKAGES = ("core", *(f"plugins/{name}" for name in PLUGINS))
 PYTHON = "3.12"
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17)] + ["manylinux2014_x86_64"]

@@ -26,7 +26,7 @@ from infer.contracts.request import Request
 from infer.engine.adapters import AdapterSlots
 from infer.engine.engine import Engine
 from infer.errors import RequestError
-from infer.server.testing import Serving, serving
+from infer_server.testing import Serving, serving
 from infer_testing import tiny_checkpoint
 
 PROMPT = [*range(5, 60)]

@@ -20,11 +20,11 @@ from tests.agents.test_response_tools import built
 from tests.puppet import Puppet, say
 from tests.serving import Running
 
-from infer.server.endpoints.chat_completions import ChatRequest
-from infer.server.http.body import Body
-from infer.server.http.parsing import parse
 from infer_agents.message_bodies import MessagesRequest
 from infer_agents.response_bodies import ResponsesRequest
+from infer_server.endpoints.chat_completions import ChatRequest
+from infer_server.http.body import Body
+from infer_server.http.parsing import parse
 
 T = TypeVar("T")
 Json = dict[str, Any]

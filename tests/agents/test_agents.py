@@ -25,7 +25,7 @@ from tests.puppet import Puppet, Puppets
 from tests.ray import test_ray
 from tests.serving import HANG_S, Body, Running, running
 
-from infer.server.http.sockets import bind, listen
+from infer_server.http.sockets import bind, listen
 
 pytestmark = [pytest.mark.slow, *NEEDED]
 CONTEXT = 1 << 17

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.serving import Body, Running, running
 
-from infer.server.http.parsing import parse
 from infer_agents.message_bodies import MessagesRequest
+from infer_server.http.parsing import parse
 
 LONG = "x" * (1 << 15)
 """Makes a body that is parsed in a child process."""
@@ -48,7 +48,7 @@ NAMED = {
 async def told(server: Running, caplog: pytest.LogCaptureFixture, asked: Sequence[tuple[str, Body]]) -> list[str]:
     """What the log says of fields without an effect in these requests."""
     caplog.clear()
-    with caplog.at_level(logging.INFO, logger="infer"):
+    with caplog.at_level(logging.INFO, logger="infer_server"):
         for path, body in asked:
             headers = {"anthropic-beta": "secret-2026"} if path == COUNT else {}
             async with server.session.post(server.url + path, json=body, headers=headers) as response:

@@ -20,8 +20,8 @@ import pytest
 from tests.serving import serving
 
 from infer.commands.cli import main
-from infer.server.testing import Serving
 from infer_agents.launch import AGENTS, Server
+from infer_server.testing import Serving
 
 INFER = Path(sys.executable).with_name("infer")
 KEY = "sesame"

@@ -24,17 +24,17 @@ from infer.contracts.params import MAX_STOP_CHARS, MAX_STOPS, SamplingParams
 from infer.contracts.request import Event
 from infer.contracts.text import ReasoningTags
 from infer.errors import RequestError
-from infer.server import service
-from infer.server.http.errors import error_body
-from infer.server.http.parsing import parse
-from infer.server.http.wire import SHUTTING_DOWN, Anthropic
-from infer.server.replies import Reply, ToolUse
 from infer.text.tool_formats import ToolFormat
 from infer.text.tool_formats.reader import scripted
 from infer_agents import messages
 from infer_agents.message_bodies import MessagesRequest, conversation, short_id
 from infer_agents.response_tools import MAX_OFFERS
 from infer_agents.seal import Seal
+from infer_server import service
+from infer_server.http.errors import error_body
+from infer_server.http.parsing import parse
+from infer_server.http.wire import SHUTTING_DOWN, Anthropic
+from infer_server.replies import Reply, ToolUse
 from infer_tool_formats import objects
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"

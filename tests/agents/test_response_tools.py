@@ -18,21 +18,21 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 from pydantic import TypeAdapter
-from tests.core.server.test_harmony import puppet
-from tests.core.server.test_tool_formats import Stranger, odd
 from tests.examples import slowly
 from tests.puppet import Puppets, say
+from tests.server.test_harmony import puppet
+from tests.server.test_tool_formats import Stranger, odd
 from tests.serving import TEMPLATE, Body, Running, chatty, running, thinker
 
 from infer.errors import RequestError
-from infer.server.conversation import Conversation
-from infer.server.endpoints.chat_completions import ChatRequest
-from infer.server.http.bodies import INLINE_BYTES
-from infer.server.http.parsing import parse
 from infer_agents.messages import MAX_COUNTED
 from infer_agents.response_bodies import ResponsesRequest
 from infer_agents.response_shapes import Response
 from infer_agents.response_tools import Offer
+from infer_server.conversation import Conversation
+from infer_server.endpoints.chat_completions import ChatRequest
+from infer_server.http.bodies import INLINE_BYTES
+from infer_server.http.parsing import parse
 
 PATH, COUNT = "/v1/responses", "/v1/responses/input_tokens"
 LOOK = {

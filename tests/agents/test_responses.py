@@ -11,7 +11,7 @@ import pytest
 from tests.serving import Body, Running, running, thinker
 
 from infer.contracts.text import ReasoningTags
-from infer.server.thoughts import Thoughts
+from infer_server.thoughts import Thoughts
 
 REQUEST: Body = {
     "input": "a loop",

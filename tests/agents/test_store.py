@@ -19,17 +19,17 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
-from tests.core.server.test_harmony import puppet
 from tests.puppet import Puppets, say
+from tests.server.test_harmony import puppet
 from tests.serving import HANG_S, TEMPLATE, Body, Running, holding, running, until
 
 from infer.errors import SettingsError
-from infer.server import app
-from infer.server.http import access, parsing
-from infer.server.input_items import conversation
 from infer_agents import background, records, response_bodies, responses
 from infer_agents.continuing import following, unpacked
 from infer_agents.store import FullError, Record, Store, StoreError, TooLargeError, open_store
+from infer_server import app
+from infer_server.http import access, parsing
+from infer_server.input_items import conversation
 
 ENGINE = {"max_seq_len": 1024}
 LOOK: Any = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}

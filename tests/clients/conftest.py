@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from infer.contracts.request import Request
 from infer.engine.loop import EngineLoop
-from infer.server.testing import Serving
+from infer_server.testing import Serving
 
 
 @pytest.fixture(scope="module")

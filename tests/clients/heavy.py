@@ -13,7 +13,7 @@ import pytest
 from tests.serving import chatty, serving
 
 import infer_demo
-from infer.server.testing import Serving
+from infer_server.testing import Serving
 
 CLIENTS = Path(sys.prefix) / "clients"
 CHECKPOINT = str(Path(infer_demo.__file__).parent / "checkpoint")

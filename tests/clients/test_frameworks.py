@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 from tests.clients.turns import KEY
 
-from infer.server.testing import Serving
+from infer_server.testing import Serving
 
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.examples import slowly
 
-from infer.server.testing import Serving
+from infer_server.testing import Serving
 
 HERE = Path(__file__).parent
 BESIDE = Path(sys.prefix)

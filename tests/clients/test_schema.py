@@ -14,7 +14,7 @@ from tests.clients.turns import KEY
 from tests.examples import examples
 from tests.serving import chatty, retokened, serving
 
-from infer.server.testing import Serving
+from infer_server.testing import Serving
 
 TIMES_OUT = """
 [checks.not_a_server_error]

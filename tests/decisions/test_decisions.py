@@ -18,9 +18,9 @@ from tests.serving import HANG_S, Body, holding, running, working
 
 from infer.contracts.request import Request
 from infer.errors import QueueFullError
-from infer.server.http import bodies, streams
-from infer.server.service import Service
 from infer_decisions import endpoint
+from infer_server.http import bodies, streams
+from infer_server.service import Service
 
 ENGINE = {"max_batch_size": 4, "max_seq_len": 512}
 

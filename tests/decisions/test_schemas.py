@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.bodies import USER, WRONG, check_nulls, check_refusal, places, refusal
 from tests.examples import examples
 
-from infer.server.http.body import Body
-from infer.server.http.parsing import parse
 from infer_decisions.endpoint import DecisionsRequest, Questions, SystemOneRequest
+from infer_server.http.body import Body
+from infer_server.http.parsing import parse
 
 ASKED: list[tuple[type[Body], dict[str, Any]]] = [
     (

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from tests.docs.pages import PAGES, ROOT
 
-from infer.server.openapi import PAGES as OWN
-from infer.server.testing import serving
 from infer_models import infer_models
+from infer_server.openapi import PAGES as OWN
+from infer_server.testing import serving
 
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "docs/tables.py"))
 SLOW = ("memory", "coders", "compared")
@@ -59,7 +59,7 @@ def test_what_broke_elsewhere_is_guarded_here() -> None:
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
     named = {(row[0], test) for row in rows for test in re.findall(r"`(test_\w+)`", row[-1])}
     assert {each for each, _ in named} == {row[0] for row in rows}, "each row names a test"
-    files = (*ROOT.glob("tests/agents/test_*.py"), ROOT / "tests/core/server/test_api.py")
+    files = (*ROOT.glob("tests/agents/test_*.py"), ROOT / "tests/server/test_api.py")
     tests = {name for file in files for name in re.findall(r"^(?:async )?def (test_\w+)\(", file.read_text(), re.M)}
     assert {each for each in named if each[1] not in tests} == set()
 

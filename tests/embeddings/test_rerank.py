@@ -12,9 +12,9 @@ from tests.serving import Running, chatty, running
 from tokenizers import Tokenizer
 
 import infer_demo
-from infer.server.events import LONG_CHARS
-from infer.server.rendering import Renderer
 from infer_embeddings.rerank import INSTRUCTION, SYSTEM
+from infer_server.events import LONG_CHARS
+from infer_server.rendering import Renderer
 
 CHECKPOINT = Path(infer_demo.__file__).parent / "checkpoint"
 QUERY = "How do I open a file?"

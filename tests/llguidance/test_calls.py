@@ -18,11 +18,11 @@ from tests.examples import slowly
 from infer.contracts.grammar import Checked, Vocabulary
 from infer.contracts.params import CallOutputs, ToolGrammar
 from infer.contracts.text import ReasoningTags
-from infer.server.replies import ToolUse
-from infer.server.tools import TEXT_PARAMETERS
 from infer.text.grammars import error_of
 from infer.text.tools import calls_schema, make_parser
 from infer_llguidance.backend import LLGuidance
+from infer_server.replies import ToolUse
+from infer_server.tools import TEXT_PARAMETERS
 from infer_tool_formats import infer_tool_formats
 
 FORMS = {each.name: each.forms for each in infer_tool_formats() if each.forms}

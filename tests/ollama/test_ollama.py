@@ -22,13 +22,13 @@ from tests.serving import TEMPLATE, Body, Running, holding, retokened, running
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event
 from infer.errors import InferError, RequestError
-from infer.server import service
-from infer.server.events import raise_if_failed
-from infer.server.http.body import Body as WireBody
-from infer.server.http.parsing import checked, parse
-from infer.server.http.wire import Ollama
 from infer_ollama.answers import _arguments
 from infer_ollama.bodies import ChatBody, EmbedBody, GenerateBody, OldEmbedBody, PullBody, ShowBody, conversation
+from infer_server import service
+from infer_server.events import raise_if_failed
+from infer_server.http.body import Body as WireBody
+from infer_server.http.parsing import checked, parse
+from infer_server.http.wire import Ollama
 
 USER = {"role": "user", "content": "hi"}
 CALL = '<tool_call>{"name": "look", "arguments": {"at": %d}}</tool_call>'

@@ -1,4 +1,4 @@
-"""Has the server's own tests run against an ingress: ``pytest -p tests.ray.behind tests/core/server tests/clients``.
+"""Has the server's own tests run against an ingress: ``pytest -p tests.ray.behind tests/server tests/clients``.
 
 Where a test starts a server, there are two of it and an ingress before them, with the settings that ``infer ray`` gives
 them. A real Ray places the servers of the clients' tests; those that a test looks into (``running``) are in its own
@@ -23,13 +23,13 @@ from tests.serving import Running
 from infer.contracts.command import CommandContext
 from infer.contracts.sections import Settings
 from infer.plugins.discovery import Plugins
-from infer.server.http.sockets import bind, listen
-from infer.server.testing import Serving
 from infer.settings import load_settings
 from infer_ray import command
 from infer_router.fleet import Fleet
 from infer_router.ingress import Ingress
 from infer_router.ingress import serving as serving_ingress
+from infer_server.http.sockets import bind, listen
+from infer_server.testing import Serving
 
 OTHERWISE = {
     "usage is in the log of a replica alone": (

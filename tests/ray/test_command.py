@@ -11,9 +11,9 @@ import pytest
 from infer.commands.cli import main
 from infer.contracts.command import CommandContext
 from infer.plugins.discovery import Plugins
-from infer.server.http.keys import INGRESS
 from infer.settings import load_settings
 from infer_ray.command import plan
+from infer_server.http.keys import INGRESS
 
 
 def planned(*words: str) -> dict[str, Any]:

@@ -34,8 +34,8 @@ RESPONSES = (
 TESTS = (
     "tests/clients/test_openai.py::test_openai_for_python[3]",
     "tests/clients/test_openai.py::test_openai_for_node",
-    *(f"tests/core/server/test_{name}.py" for name in ("access", "server", "streams")),
-    *(f"tests/core/server/test_api.py::{name}" for name in API),
+    *(f"tests/server/test_{name}.py" for name in ("access", "server", "streams")),
+    *(f"tests/server/test_api.py::{name}" for name in API),
     *(f"tests/agents/test_{name}.py" for name in ("messages", "responses", "store")),
     *(f"tests/agents/test_response_tools.py::{name}" for name in RESPONSES),
     "tests/decisions/test_decisions.py::test_decisions_as_openai_asks_them",

@@ -17,11 +17,11 @@ from tests.serving import HANG_S, chatty
 
 from infer.contracts.command import CommandContext
 from infer.plugins.discovery import Plugins
-from infer.server.http.sockets import bind
 from infer.settings import load_settings
 from infer_router.machine import LocalMachine
 from infer_router.plan import Plan, several
 from infer_router.serve import gateway
+from infer_server.http.sockets import bind
 
 TWO = {"a": "a", "b": "b", "opus": "b"}
 OWN = {"X-Infer-Console": "1"}

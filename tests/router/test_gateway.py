@@ -19,7 +19,6 @@ from tests.router.test_loader import until
 
 from infer.contracts.sections import ServerSettings
 from infer.errors import EngineDeadError, InferError
-from infer.server.http.sockets import bind, listen
 from infer_router.exchange import MOST_LOST
 from infer_router.gateway import Gateway
 from infer_router.ingress import STATE
@@ -27,6 +26,7 @@ from infer_router.plan import Plan
 from infer_router.serve import gateway
 from infer_router.settings import RouterSettings
 from infer_router.sizes import PROCESS_BYTES
+from infer_server.http.sockets import bind, listen
 
 LIMIT_S = 60.0
 KEY = "the key of the processes"

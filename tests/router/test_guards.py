@@ -21,15 +21,15 @@ from tests.router.test_ingress import frames
 from tests.serving import HANG_S
 
 from infer.contracts.sections import ServerSettings
-from infer.server.http.keys import OWNER, Keys
-from infer.server.http.sockets import bind, listen
-from infer.server.http.wire import SHUTTING_DOWN
 from infer_router import ingress as ingress_module
 from infer_router.exchange import MOST_LOST, MOST_REFUSED
 from infer_router.fleet import Fleet
 from infer_router.held import ENTRY, from_baggage, to_baggage
 from infer_router.ingress import MOST_SILENT, STATE, Ingress
 from infer_router.ingress import serving as serving_ingress
+from infer_server.http.keys import OWNER, Keys
+from infer_server.http.sockets import bind, listen
+from infer_server.http.wire import SHUTTING_DOWN
 
 KEY = "the key of the replicas"
 SHOWN = {"Authorization": "Bearer k"}

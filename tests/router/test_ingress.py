@@ -18,13 +18,13 @@ from tests.examples import slowly
 from tests.serving import HANG_S, chatty, serving, until
 
 from infer.contracts.sections import ServerSettings
-from infer.server.http.keys import INGRESS, OWNER, Keys
-from infer.server.http.sockets import bind
-from infer.server.testing import Serving
 from infer_router.fleet import Fleet
 from infer_router.ingress import Ingress
 from infer_router.ingress import serving as serving_ingress
 from infer_router.prefixes import chain as chain_of
+from infer_server.http.keys import INGRESS, OWNER, Keys
+from infer_server.http.sockets import bind
+from infer_server.testing import Serving
 
 PROMPT = "def parse(text):\n    return [int(part) for part in text.split(',')]\n\n" * 8
 Json = dict[str, Any]

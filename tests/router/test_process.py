@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 from tests.serving import HANG_S, holding, serving
 
-from infer.server.http.sockets import bind
 from infer_router.process import FAULT, Process, ending, main
+from infer_server.http.sockets import bind
 
 SETTINGS = {"server": {"port": 0, "access_log": False, "drain_timeout_s": HANG_S}}
 ROUTER = {"balance": 1.25, "slack": 4, "most_blocks": 1024}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from infer.server.http.errors import error_body
-from infer.server.http.wire import OPENAI, ErrorBody, NamedEvents, Ollama
 from infer_router.resume import ClientStream, DivergedError, complaint
+from infer_server.http.errors import error_body
+from infer_server.http.wire import OPENAI, ErrorBody, NamedEvents, Ollama
 
 FIRST, SECOND = "5e1f00d5", "0ddba115"
 

@@ -20,13 +20,13 @@ from tests.serving import HANG_S, serving
 
 from infer.contracts.command import CommandContext
 from infer.plugins.discovery import Plugins
-from infer.server.http.sockets import bind
 from infer.settings import load_settings
 from infer_router import machine as machines
 from infer_router.machine import LocalMachine
 from infer_router.plan import several
 from infer_router.serve import gateway
 from infer_router.sizes import PROCESS_BYTES
+from infer_server.http.sockets import bind
 
 REQUESTS, WAVE = int(os.environ.get("REQUESTS", "48")), 24
 """More of them, and of the models, are for an hour that is quiet: REQUESTS=300 MODELS=4. With CGROUP, see ``limit``."""

@@ -237,7 +237,7 @@ async def test_models_that_follow_each_other_share_nothing(capfd: pytest.Capture
             said.append(capfd.readouterr().err)
             await until(lambda: machine._modules)
         later = {*machine._modules}
-        assert "infer.server.endpoints.chat_completions" in later
+        assert "infer_server.endpoints.chat_completions" in later
     assert [" DEBUG " in text for text in said] == [True, False]
     assert all(" INFO " in text for text in said)
     assert machine.begun == ["spare", "spare"]

@@ -16,20 +16,20 @@ from tests.serving import describe_once, start_checked_once
 from tests.testing.planted import Bug, Bugs, caught
 from typing_extensions import TypedDict
 
-import infer.server.app
-import infer.server.routing
-import infer.server.testing
 import infer_agents
 import infer_console
 import infer_decisions
 import infer_ollama
+import infer_server.app
+import infer_server.routing
+import infer_server.testing
 from infer import SamplingParams, hookimpl
 from infer.contracts.registration import Registration
 from infer.contracts.server import Route, RoutesFactory
 from infer.errors import PluginError, RequestError
-from infer.server.http.body import Body, Text
-from infer.server.openapi import pages
-from infer.server.service import Service
+from infer_server.http.body import Body, Text
+from infer_server.openapi import pages
+from infer_server.service import Service
 from infer_testing import ConformanceError, check_routes
 from infer_testing.routes import bodies
 
@@ -51,8 +51,8 @@ class Said(TypedDict):
 
 @pytest.fixture(autouse=True)
 def started_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infer.server.testing, "start", start_checked_once)
-    monkeypatch.setattr(infer.server.routing, "document", describe_once)
+    monkeypatch.setattr(infer_server.testing, "start", start_checked_once)
+    monkeypatch.setattr(infer_server.routing, "document", describe_once)
 
 
 def plugin(make: Make) -> ModuleType:
@@ -259,7 +259,7 @@ def outlives(service: Service) -> list[Route]:
 
 
 def test_a_route_that_is_not_described_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infer.server.app, "pages", lambda routes, name: pages(routes[:1], name))
+    monkeypatch.setattr(infer_server.app, "pages", lambda routes, name: pages(routes[:1], name))
     with pytest.raises(ConformanceError, match=r"POST /mine is not in /openapi\.json"):
         run(fine, only=["described"])
 
@@ -268,7 +268,7 @@ def test_a_path_of_cores_and_routes_that_there_are_not_are_refused_in_one_senten
     async def handler(http: web.Request) -> web.Response:
         return web.json_response({})
 
-    with pytest.raises(PluginError, match=r"infer-core and planted_routes both serve GET /metrics; uninstall one"):
+    with pytest.raises(PluginError, match=r"infer-server and planted_routes both serve GET /metrics; uninstall one"):
         run(lambda service: [Route("GET", "/metrics", handler, "Mine.", Said)])
     with pytest.raises(PluginError, match="'yours', but no such plugin is installed"):
         check_routes(plugin(fine), "yours")

@@ -18,7 +18,7 @@ MAX_TEXT = 300
 """The most characters of a foreign exception's text that a message repeats."""
 MAX_MESSAGE = 1000
 """The most characters of a message about a checkpoint, whose names and values may be of any length."""
-LIBRARIES = sys.stdlib_module_names | {"aiohttp", "infer_testing", "numpy", "pydantic", "torch"}
+LIBRARIES = sys.stdlib_module_names | {"aiohttp", "infer_server", "infer_testing", "numpy", "pydantic", "torch"}
 """Packages whose lines do not tell a plugin's author where a mistake is."""
 
 

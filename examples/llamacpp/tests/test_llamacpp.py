@@ -10,7 +10,7 @@ from urllib.error import HTTPError
 import pytest
 
 import infer_llamacpp
-from infer.server.testing import serving
+from infer_server.testing import serving
 from infer_testing import tiny_checkpoint
 
 TEMPLATE = """\

@@ -6,8 +6,8 @@ import pytest
 
 import infer_phi_tools
 from infer.contracts.text import PartProtocol, Piece, Tools
-from infer.server.testing import serving
 from infer_phi_tools import infer_tool_formats
+from infer_server.testing import serving
 from infer_testing import check_tool_format, tiny_checkpoint
 
 ARGUMENTS = {"place": 'Rome "IT"', "days": 3, "more": {"a": [1, "]}"]}}

@@ -22,7 +22,7 @@ from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
 from infer.engine import answer
 from infer.engine.processors import Edit, LogitsProcessor
-from infer.server.testing import Serving, serving
+from infer_server.testing import Serving, serving
 
 FOLDER = Path(os.environ.get("INFER_CONFORMANCE_MODEL", ""))
 """The checkpoint, which the runner has made: the demo's, with ChatML's tokens and a template."""

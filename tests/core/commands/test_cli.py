@@ -12,18 +12,22 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib import metadata
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infer.commands.cli import _parser, main
+from infer.commands import COMMANDS, cli
+from infer.commands.cli import ELSEWHERE, _parser, main
 from infer.errors import InferError
 from infer.plugins.discovery import Plugins
+from infer.plugins.extension_points import EXTENSION_POINTS
 from infer.plugins.inspection import SPECS
 from infer.settings import load_settings
 from infer_bench.timeline import new_timeline
+from infer_server.command import COMMAND as SERVE
 
 ONE_THREAD = {"INFER_KERNELS__THREADS": "1"}
 
@@ -108,7 +112,7 @@ def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(args: list[str],
 
 
 def test_plain_names_are_settings(tmp_path: Path) -> None:
-    args = _parser().parse_args(
+    args = _parser([SERVE]).parse_args(
         ["serve", "demo", "--port", "0", "--host", "::1", "--api-key", "a,b", "--max-model-len", "64"]
     )
     loaded = load_settings(Plugins.discover(), argv=args.plain_settings, env={}, read_file=False).settings
@@ -121,9 +125,31 @@ def test_plain_names_are_settings(tmp_path: Path) -> None:
     assert (twice.returncode, "model.path is given twice" in twice.stderr) == (2, True)
 
 
+def test_help_lists_the_commands_of_our_packages_that_are_installed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offers = Plugins.discover().offers["command"]
+    ours = {
+        offer.name: offer for offer in offers if offer.distribution in EXTENSION_POINTS["command"].packages.values()
+    }
+    assert {name: offer.registration.description for name, offer in ours.items()} == ELSEWHERE
+    assert {name: offer.distribution for name, offer in ours.items()} == EXTENSION_POINTS["command"].packages
+
+    def listed(*args: str) -> list[str]:
+        with pytest.raises(SystemExit, match="0"):
+            main([*args, "--help"])
+        return re.findall(r"^    (\w+) ", capsys.readouterr().out, re.M)
+
+    assert [*sorted(ELSEWHERE)] == sorted(set(listed()) - {command.name for command in COMMANDS})
+    found = metadata.distributions
+    monkeypatch.setattr(cli, "distributions", lambda name: () if name == "infer-bench" else found(name=name))
+    assert {*ELSEWHERE} - {*listed()} == {"bench", "demo", "simulate", "tune"}
+
+
 def test_help_imports_no_torch() -> None:
     """It takes a second, and whoever asks for help waits for it."""
-    code = "import sys; from infer.commands.cli import _parser; _parser().format_help(); print('torch' in sys.modules)"
+    code = "import sys; from infer.commands.cli import _parser, _elsewhere\n"
+    code += "_parser(others=_elsewhere()).format_help(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

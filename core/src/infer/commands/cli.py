@@ -7,8 +7,8 @@ import difflib
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from importlib.metadata import version
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import distributions, version
 from typing import NoReturn
 
 from infer.commands import COMMANDS
@@ -21,6 +21,23 @@ from infer.settings import arguments, describe_schema, load_settings, meant, sch
 log = logging.getLogger(__name__)
 
 SETTINGS = "Any setting can be given as --section.key value; `infer settings` lists them."
+
+ELSEWHERE: Mapping[str, str] = {
+    "serve": "serve the model over HTTP",
+    "launch": "start a coding agent that uses a server of infer",
+    "models": "show the models of a running server, and their states",
+    "pull": "download a model from the hub, and say whether it fits",
+    "rm": "remove models from the hub's cache",
+    "ray": "serve by many engines at once, on this machine or a Ray cluster",
+    "cache": "list or remove what cache.paged.disk keeps",
+    "bench": "measure the workloads over HTTP",
+    "demo": "print a timeline of steps, chunked prefill on and off side by side",
+    "simulate": "play workloads without a model, on a clock of its own",
+    "tune": "find batch, chunk and budget for latency goals, by simulation",
+    "check": "try what a plugin's contract promises on an installed part",
+    "new": "write a plugin's package, with a test",
+}
+"""What the commands of our other packages do, in their own words, for a list of commands that loads no plugin."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +66,8 @@ def _run(settings_argv: Sequence[str], rest: Sequence[str]) -> int:
     if rest and rest[0] in commands and commands[rest[0]].passes_on and "--" in rest:
         end = [*rest].index("--")
         rest, passed_on = rest[:end], rest[end + 1 :]
-    args, unknown = _parser(commands.values()).parse_known_args(rest, argparse.Namespace(passed_on=passed_on))
+    others = None if rest and rest[0] in commands else _elsewhere()
+    args, unknown = _parser(commands.values(), others).parse_known_args(rest, argparse.Namespace(passed_on=passed_on))
     plugins = plugins or Plugins.discover()
     offer = _command(plugins, args.command)
     if unknown:
@@ -107,19 +125,19 @@ class _Arguments(argparse.ArgumentParser):
         raise SettingsError(f"{self.prog}: {message}. `{self.prog} --help` shows how it is used.")
 
 
-def _further() -> str:
-    """The commands of our own packages. Which of them are installed is not known before all plugins are loaded."""
-    packages: dict[str, list[str]] = {}
-    for name, package in EXTENSION_POINTS["command"].packages.items():
-        packages.setdefault(package, []).append(name)
-    return "; ".join(f"{package}: {', '.join(names)}" for package, names in packages.items())
+def _elsewhere() -> dict[str, str]:
+    """The commands of our other packages that are installed, and what they do."""
+    packages = EXTENSION_POINTS["command"].packages
+    return {name: text for name, text in ELSEWHERE.items() if next(iter(distributions(name=packages[name])), None)}
 
 
-def _parser(commands: Iterable[CommandRegistration] = COMMANDS) -> argparse.ArgumentParser:
+def _parser(
+    commands: Iterable[CommandRegistration] = COMMANDS, others: Mapping[str, str] | None = None
+) -> argparse.ArgumentParser:
     parser = _Arguments(
         prog="infer",
         description="LLM inference whose every backend is a plugin.",
-        epilog=f"{SETTINGS} Plugins bring further commands ({_further()}); `infer plugins` lists the installed ones.",
+        epilog=f"{SETTINGS} Plugins may bring further commands; `infer plugins` lists them.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"infer {version('infer-core')}")
@@ -133,6 +151,8 @@ def _parser(commands: Iterable[CommandRegistration] = COMMANDS) -> argparse.Argu
         if command.add_arguments is not None:
             command.add_arguments(sub)
         sub.set_defaults(infer_options=[*sub._option_string_actions])
+    for name, text in (others or {}).items():
+        subparsers.add_parser(name, help=text)  # for the list alone: what it takes is known once its plugin is loaded
     return parser
 
 

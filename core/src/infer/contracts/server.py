@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class WireFormatProtocol(Protocol):
-    """How an API writes errors and streams. ``infer.server.http.wire.WireFormat`` is OpenAI's, to be extended."""
+    """How an API writes errors and streams. ``infer_server.http.wire.WireFormat`` is OpenAI's, to be extended."""
 
     ERROR: ClassVar[Any]
     """The shape of ``error``."""
@@ -55,21 +55,21 @@ class Route:
     endpoint, which only a page of the plugin's own uses, out of /openapi.json. A GET that has one, or is ``open``, is
     answered to HEAD, too."""
     body: type[BaseModel] | None = None
-    """The request's, an ``infer.server.http.body.Body`` at the top of its module; ``Service.read`` checks it."""
+    """The request's, an ``infer_server.http.body.Body`` at the top of its module; ``Service.read`` checks it."""
     chunk: Any = None
     """The shape of an event's data, where the answer may be streamed."""
     open: bool = False
     """Whether it needs no API key, as for load balancers and the page that asks for the key. If it reads a body, that
     should be small: anybody may send it (``Service.read``'s ``most``)."""
     wire_format: WireFormatProtocol | None = None
-    """How its errors and streams are written, an ``infer.server.http.wire.WireFormat``; None: as OpenAI's chats."""
+    """How its errors and streams are written, an ``infer_server.http.wire.WireFormat``; None: as OpenAI's chats."""
     header: str | None = None
     """Only requests that have this header come here: to those, it takes the place of the endpoint of the same method
     and path that asks for none, and which there has to be. Whether a key is needed is that one's to say."""
 
 
 class RoutesFactory(Protocol):
-    """Called once, in the server's event loop, before it serves. ``service`` is ``infer.server.service.Service``: the
+    """Called once, in the server's event loop, before it serves. ``service`` is ``infer_server.service.Service``: the
     model, as endpoints see it, and what they share."""
 
     def __call__(self, service: Any, settings: Any, /) -> Sequence[Route]: ...

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
-from typing import Any
-
 from infer.checkpoint.folder import Folder
 from infer.checkpoint.locate import FOLDER
 from infer.checkpoint.tensors import PlainFormat
 from infer.commands import COMMANDS
 from infer.contracts.command import CommandRegistration
 from infer.contracts.kernels import KernelsRegistration
-from infer.contracts.registration import Registration, hookimpl
+from infer.contracts.registration import hookimpl
 from infer.contracts.scheduler import SchedulerRegistration
-from infer.contracts.server import Route, RoutesFactory
 from infer.contracts.weights import ContainerRegistration, WeightFormatRegistration
 from infer.engine.schedulers import ContinuousScheduler, FairScheduler, StaticScheduler
 from infer.kernels.reference import ReferenceKernels
@@ -83,25 +78,3 @@ def infer_kernels() -> list[KernelsRegistration]:
 @hookimpl
 def infer_commands() -> list[CommandRegistration]:
     return [*COMMANDS]
-
-
-@hookimpl
-def infer_routes() -> list[Registration[RoutesFactory]]:
-    return [
-        Registration("chat", _endpoints("chat_completions"), "POST /v1/chat/completions"),
-        Registration("completions", _endpoints("completions"), "POST /v1/completions"),
-        Registration("tokenization", _endpoints("tokenization"), "POST /tokenize and /detokenize, GET /tokenizer_info"),
-        Registration("adapters", _endpoints("adapters"), "POST /v1/load_lora_adapter and /v1/unload_lora_adapter"),
-        Registration("about", _endpoints("about"), "GET /v1/models, /health and /ready"),
-        Registration("metrics", _endpoints("metrics"), "GET /metrics, for Prometheus"),
-    ]
-
-
-def _endpoints(module: str) -> RoutesFactory:
-    """The routes of a module of the server, which is imported when there is one."""
-
-    def make(service: Any, settings: Any, /) -> Sequence[Route]:
-        routes: Sequence[Route] = importlib.import_module(f"infer.server.endpoints.{module}").routes(service, settings)
-        return routes
-
-    return make

@@ -214,6 +214,7 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
             **dict.fromkeys(("embeddings", "rerank"), "infer-embeddings"),
             "ollama": "infer-ollama",
             "router": "infer-router",
+            **dict.fromkeys(("chat", "completions", "tokenization", "adapters", "about", "metrics"), "infer-server"),
         },
     ),
     "command": ExtensionPoint(
@@ -221,12 +222,13 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
         None,
         CommandRegistration,
         packages={
-            **dict.fromkeys(("bench", "demo"), "infer-bench"),
+            **dict.fromkeys(("bench", "demo", "simulate", "tune"), "infer-bench"),
             **dict.fromkeys(("check", "new"), "infer-testing"),
             "cache": "infer-cache-paged",
             "launch": "infer-agents",
             **dict.fromkeys(("models", "pull", "rm"), "infer-router"),
             "ray": "infer-ray",
+            "serve": "infer-server",
         },
     ),
 }

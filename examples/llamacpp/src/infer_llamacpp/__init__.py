@@ -12,10 +12,10 @@ from typing_extensions import TypedDict
 from infer import hookimpl
 from infer.contracts.registration import Registration
 from infer.contracts.server import Route, RoutesFactory
-from infer.server.endpoints.chat_completions import ChatRequest
+from infer_server.endpoints.chat_completions import ChatRequest
 
 if TYPE_CHECKING:
-    from infer.server.service import Service
+    from infer_server.service import Service
 
 INFER_PLUGIN_API = 2
 

@@ -13,7 +13,7 @@ from infer_agents.launch import COMMAND
 from infer_agents.settings import AgentsSettings
 
 if TYPE_CHECKING:
-    from infer.server.service import Service
+    from infer_server.service import Service
 
 INFER_PLUGIN_API = 2
 

@@ -12,14 +12,14 @@ from aiohttp import web
 
 from infer.contracts.request import FinishReason, Request
 from infer.errors import InferError, QueueFullError, RequestError
-from infer.server.events import Events, Json, TokenCount, raise_if_failed
-from infer.server.http.access import INSIDE
 from infer_agents.output import Output, frames
 from infer_agents.records import Asked, Records, finish
 from infer_agents.store import Record, Store, StoreError
+from infer_server.events import Events, Json, TokenCount, raise_if_failed
+from infer_server.http.access import INSIDE
 
 if TYPE_CHECKING:
-    from infer.server.service import Service
+    from infer_server.service import Service
 
 log = logging.getLogger(__name__)
 

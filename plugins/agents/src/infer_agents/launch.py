@@ -132,7 +132,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 def _answer(url: str, key: str | None) -> bytes:
     """What GET ``url`` answers. Raises OSError, ValueError for an invalid address, and HTTPException for an answer
     that is not HTTP."""
-    from infer.server.http.access import loopback  # imported here, so that other commands need not wait for it
+    from infer_server.http.access import loopback  # imported here, so that other commands need not wait for it
 
     host = urllib.parse.urlsplit(url).hostname
     if not host:

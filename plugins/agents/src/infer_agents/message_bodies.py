@@ -13,12 +13,12 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import to_json
 
 from infer.contracts.params import MAX_STOP_CHARS, MAX_STOPS, SamplingParams, StructuredOutputs
-from infer.server.http.body import Body, Many, Text
-from infer.server.messages import Kept
-from infer.server.replies import ToolUse
-from infer.server.tools import ToolName
 from infer.text.tools import ID_LENGTH
 from infer_agents.response_tools import MAX_OFFERS
+from infer_server.http.body import Body, Many, Text
+from infer_server.messages import Kept
+from infer_server.replies import ToolUse
+from infer_server.tools import ToolName
 
 ID_PREFIX = "toolu_"
 BILLING_HEADER = "x-anthropic-billing-header:"

@@ -15,19 +15,19 @@ from infer.contracts.request import Event
 from infer.contracts.server import Route
 from infer.contracts.text import Piece
 from infer.errors import RequestError
-from infer.server.events import Events, Json
-from infer.server.http.errors import REQUEST_ID
-from infer.server.http.parsing import checked
-from infer.server.http.wire import Anthropic
-from infer.server.replies import Reply
-from infer.server.thoughts import Thoughts
 from infer.text.encoding import TooLongError
 from infer.text.tools import call_id
 from infer_agents.message_bodies import ID_PREFIX, MessagesRequest, Thought
+from infer_server.events import Events, Json
+from infer_server.http.errors import REQUEST_ID
+from infer_server.http.parsing import checked
+from infer_server.http.wire import Anthropic
+from infer_server.replies import Reply
+from infer_server.thoughts import Thoughts
 
 if TYPE_CHECKING:
-    from infer.server.service import Service
     from infer_agents.seal import Seal
+    from infer_server.service import Service
 
 MAX_COUNTED = 1 << 18
 """The most tokens that are counted, unless the model takes more."""
@@ -115,7 +115,7 @@ def routes(service: Service, seal: Seal, *, billing_header: bool) -> list[Route]
 
 @dataclass(frozen=True)
 class _Chat:
-    """What a prompt is made of: ``infer.server.conversation.ConversationBody``."""
+    """What a prompt is made of: ``infer_server.conversation.ConversationBody``."""
 
     turns: bytes
     continue_final_message: bool

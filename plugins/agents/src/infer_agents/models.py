@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from infer.contracts.server import Route
-from infer.server.http.listing import VERSION, ListedModel, ListedModels, listed, page
-from infer.server.http.wire import Anthropic
+from infer_server.http.listing import VERSION, ListedModel, ListedModels, listed, page
+from infer_server.http.wire import Anthropic
 
 if TYPE_CHECKING:
-    from infer.server.service import Service
+    from infer_server.service import Service
 
 
 def routes(service: Service) -> list[Route]:

@@ -9,14 +9,14 @@ from aiohttp import web
 
 from infer.contracts.request import Event, FinishReason
 from infer.contracts.text import PartProtocol, Piece
-from infer.server.events import Events, Json
-from infer.server.http.errors import error_of
-from infer.server.http.streams import Array
-from infer.server.http.wire import ErrorBody
-from infer.server.thoughts import Thoughts
-from infer.server.tokens import Tokens
 from infer.text.tools import call_id
 from infer_agents.response_tools import Offer
+from infer_server.events import Events, Json
+from infer_server.http.errors import error_of
+from infer_server.http.streams import Array
+from infer_server.http.wire import ErrorBody
+from infer_server.thoughts import Thoughts
+from infer_server.tokens import Tokens
 
 if TYPE_CHECKING:
     from infer_agents.records import Save

@@ -15,16 +15,16 @@ from pydantic_core import from_json, to_json
 
 from infer.contracts.request import FinishReason
 from infer.errors import InferError, QueueFullError, RequestError
-from infer.server.events import Json
-from infer.server.http.errors import NotFoundError
-from infer.server.replies import Reply
 from infer_agents.continuing import packed
 from infer_agents.response_bodies import ResponsesRequest
 from infer_agents.store import OPEN, Record, Store, StoreError, TooLargeError
+from infer_server.events import Json
+from infer_server.http.errors import NotFoundError
+from infer_server.replies import Reply
 
 if TYPE_CHECKING:
     from infer.assemble.served import Served
-    from infer.server.service import Service
+    from infer_server.service import Service
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -20,13 +20,6 @@ from infer.contracts.params import (
     ToolGrammar,
 )
 from infer.contracts.sections import LONGEST_TIMEOUT_S
-from infer.server import input_items
-from infer.server.http.body import Body, Many, typed
-from infer.server.input_items import CallItem, CallOutputItem, CustomCallItem, InputMessage, check_called, conversation
-from infer.server.messages import Kept, Message, turns
-from infer.server.replies import ToolUse
-from infer.server.sampling import Metadata, check_schema_and_type, format_outputs
-from infer.server.tools import MAX_TOOLS
 from infer.text.templates import INSTRUCTIONS, effort_variables
 from infer_agents.response_tools import (
     MAX_OFFERS,
@@ -41,6 +34,13 @@ from infer_agents.response_tools import (
     shown,
 )
 from infer_agents.seal import unverified
+from infer_server import input_items
+from infer_server.http.body import Body, Many, typed
+from infer_server.input_items import CallItem, CallOutputItem, CustomCallItem, InputMessage, check_called, conversation
+from infer_server.messages import Kept, Message, turns
+from infer_server.replies import ToolUse
+from infer_server.sampling import Metadata, check_schema_and_type, format_outputs
+from infer_server.tools import MAX_TOOLS
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 DROPPED = (

@@ -6,7 +6,7 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from infer.server.shapes import CachedTokens, ChosenLogprob, ReasoningTokens
+from infer_server.shapes import CachedTokens, ChosenLogprob, ReasoningTokens
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

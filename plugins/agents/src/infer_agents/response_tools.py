@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from infer.contracts.params import ToolGrammar
-from infer.server.http.body import Body, Many, Text
-from infer.server.messages import Kept
-from infer.server.tools import MAX_TOOLS, Grammar, PlainFormat, ToolName, namespaced, text_function
+from infer_server.http.body import Body, Many, Text
+from infer_server.messages import Kept
+from infer_server.tools import MAX_TOOLS, Grammar, PlainFormat, ToolName, namespaced, text_function
 
 CLOUD = (
     *("web_search", "file_search", "tool_search", "image_generation", "code_interpreter", "programmatic_tool_calling"),

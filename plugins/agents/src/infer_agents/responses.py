@@ -15,11 +15,6 @@ from pydantic_core import from_json, to_json
 from infer.contracts.params import SamplingParams
 from infer.contracts.server import Route
 from infer.errors import RequestError
-from infer.server.events import Json
-from infer.server.http.errors import REQUEST_ID
-from infer.server.http.queries import limit, query
-from infer.server.http.wire import NamedEvents
-from infer.server.replies import Reply
 from infer.text.encoding import TooLongError
 from infer_agents.background import Background
 from infer_agents.continuing import Turns, following, unpacked
@@ -30,10 +25,15 @@ from infer_agents.response_bodies import Continuation, ResponsesRequest
 from infer_agents.response_shapes import DeletedResponse, InputItems, InputTokens, Response, ResponseEvent
 from infer_agents.response_tools import CloudTool
 from infer_agents.store import OPEN, Store
+from infer_server.events import Json
+from infer_server.http.errors import REQUEST_ID
+from infer_server.http.queries import limit, query
+from infer_server.http.wire import NamedEvents
+from infer_server.replies import Reply
 
 if TYPE_CHECKING:
-    from infer.server.service import Service
     from infer_agents.seal import Seal
+    from infer_server.service import Service
 
 log = logging.getLogger(__name__)
 

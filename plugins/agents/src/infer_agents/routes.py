@@ -10,8 +10,8 @@ from infer_agents.seal import make_seal
 from infer_agents.store import open_store
 
 if TYPE_CHECKING:
-    from infer.server.service import Service
     from infer_agents.settings import AgentsSettings
+    from infer_server.service import Service
 
 
 def routes(service: Service, settings: AgentsSettings) -> list[Route]:

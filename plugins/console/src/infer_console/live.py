@@ -18,10 +18,10 @@ from pydantic_core import to_json
 
 from infer.contracts.records import RequestRecord, StepRecord
 from infer.errors import QueueFullError, RequestError
-from infer.server.events import Json
-from infer.server.http.streams import hang_up
-from infer.server.service import Service
 from infer_console.messages import Kept, Maps, Messages, hello
+from infer_server.events import Json
+from infer_server.http.streams import hang_up
+from infer_server.service import Service
 
 MOST_WATCHERS = 8
 PERIOD_S = 0.025

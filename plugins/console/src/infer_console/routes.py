@@ -10,11 +10,11 @@ from aiohttp import web
 
 from infer.contracts.server import Route
 from infer.plugins.survey import Survey
-from infer.server.events import Json
-from infer.server.service import Service
 from infer.settings import origins
 from infer_console.live import Live
 from infer_console.page import page
+from infer_server.events import Json
+from infer_server.service import Service
 
 SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
 """The sampling parameters for which the page has a field, and the server a default."""

@@ -13,9 +13,9 @@ from aiohttp.typedefs import Handler
 from pydantic import Field, SecretStr
 
 from infer.errors import RequestError
-from infer.server.http.body import Body
-from infer.server.http.errors import ForbiddenError, UnauthorizedError
-from infer.server.http.keys import Keys
+from infer_server.http.body import Body
+from infer_server.http.errors import ForbiddenError, UnauthorizedError
+from infer_server.http.keys import Keys
 
 T = TypeVar("T", bound=Body)
 

@@ -24,20 +24,20 @@ from typing_extensions import TypedDict
 from infer.contracts.params import SamplingParams
 from infer.contracts.server import Route
 from infer.errors import RequestError
-from infer.server.events import Json
-from infer.server.http.access import CALLER
-from infer.server.http.body import Body, Many, Text
-from infer.server.http.errors import REQUEST_ID
-from infer.server.http.streams import Array
-from infer.server.input_items import Input, check_called, conversation
-from infer.server.messages import JsonPart, Message, TextPart, shown
-from infer.server.shapes import CachedTokens, ReasoningTokens
 from infer_embeddings import many
 from infer_embeddings.labels import TAIL_CHARS, label_ids
+from infer_server.events import Json
+from infer_server.http.access import CALLER
+from infer_server.http.body import Body, Many, Text
+from infer_server.http.errors import REQUEST_ID
+from infer_server.http.streams import Array
+from infer_server.input_items import Input, check_called, conversation
+from infer_server.messages import JsonPart, Message, TextPart, shown
+from infer_server.shapes import CachedTokens, ReasoningTokens
 
 if TYPE_CHECKING:
     from infer.llm import Completion
-    from infer.server.service import Service
+    from infer_server.service import Service
 
 SYSTEM = (
     "Judge the state you are given. Answer the question with the label of the answer that fits best, and nothing else."

@@ -18,13 +18,13 @@ from infer.contracts.params import SamplingParams
 from infer.contracts.request import Pooling, Request
 from infer.contracts.server import Route
 from infer.errors import RequestError
-from infer.server.events import Json, RequestFields, TokenCount, raise_if_failed
-from infer.server.http.body import Body, Many, TokenIds, one_or_many
-from infer.server.http.streams import Array
 from infer_embeddings import many
+from infer_server.events import Json, RequestFields, TokenCount, raise_if_failed
+from infer_server.http.body import Body, Many, TokenIds, one_or_many
+from infer_server.http.streams import Array
 
 if TYPE_CHECKING:
-    from infer.server.service import Service
+    from infer_server.service import Service
 
 
 class EmbeddingRequest(Body):

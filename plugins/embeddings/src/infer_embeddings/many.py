@@ -12,11 +12,11 @@ from aiohttp import web
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, Request
 from infer.errors import RequestError
-from infer.server.events import LONG_CHARS, Json, RequestFields
-from infer.server.http.access import CALLER
+from infer_server.events import LONG_CHARS, Json, RequestFields
+from infer_server.http.access import CALLER
 
 if TYPE_CHECKING:
-    from infer.server.service import Service
+    from infer_server.service import Service
 
 MAX_INPUTS = 2048
 MAX_TOKENS = 300_000

@@ -23,16 +23,16 @@ from typing_extensions import TypedDict
 from infer.contracts.params import SamplingParams
 from infer.contracts.server import Route
 from infer.errors import RequestError
-from infer.server.events import Json, TokenCount, raise_if_failed
-from infer.server.http.body import Body, Many
-from infer.server.http.errors import REQUEST_ID
-from infer.server.http.streams import Array
 from infer_embeddings import many
 from infer_embeddings.embeddings import EmbeddingUsage
 from infer_embeddings.labels import TAIL_CHARS, label_ids
+from infer_server.events import Json, TokenCount, raise_if_failed
+from infer_server.http.body import Body, Many
+from infer_server.http.errors import REQUEST_ID
+from infer_server.http.streams import Array
 
 if TYPE_CHECKING:
-    from infer.server.service import Service
+    from infer_server.service import Service
 
 SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "

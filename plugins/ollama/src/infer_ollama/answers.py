@@ -15,18 +15,18 @@ from infer.contracts.request import Event, Request
 from infer.contracts.server import Route
 from infer.contracts.text import PartProtocol
 from infer.errors import RequestError
-from infer.server.events import Events, Json
-from infer.server.http.parsing import checked
-from infer.server.http.streams import Array
-from infer.server.http.wire import Ollama
-from infer.server.replies import Reply, ToolUse
-from infer.server.shapes import ChosenLogprob
 from infer.text.tools import call_id
 from infer_ollama.bodies import Answered, ChatBody, GenerateBody
 from infer_ollama.models import check_served, now
+from infer_server.events import Events, Json
+from infer_server.http.parsing import checked
+from infer_server.http.streams import Array
+from infer_server.http.wire import Ollama
+from infer_server.replies import Reply, ToolUse
+from infer_server.shapes import ChosenLogprob
 
 if TYPE_CHECKING:
-    from infer.server.service import Service
+    from infer_server.service import Service
 
 
 class CalledFunction(TypedDict):
@@ -92,7 +92,7 @@ def routes(service: Service) -> list[Route]:
 
 @dataclass(frozen=True)
 class _Chat:
-    """What a prompt is made of: ``infer.server.conversation.ConversationBody``."""
+    """What a prompt is made of: ``infer_server.conversation.ConversationBody``."""
 
     turns: bytes
     hints: dict[str, Any]

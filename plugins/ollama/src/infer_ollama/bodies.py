@@ -11,10 +11,10 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import to_json
 
 from infer.contracts.params import MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOPS, SamplingParams, StructuredOutputs
-from infer.server.http.body import Body, Many, Text
-from infer.server.messages import Kept
-from infer.server.replies import ToolUse
-from infer.server.tools import MAX_TOOLS, Function
+from infer_server.http.body import Body, Many, Text
+from infer_server.messages import Kept
+from infer_server.replies import ToolUse
+from infer_server.tools import MAX_TOOLS, Function
 
 NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"  # one way to read each: the time grows with the length alone
 UNIT = r"(?:ns|us|µs|μs|ms|s|m|h)"

@@ -11,15 +11,15 @@ from aiohttp import web
 from typing_extensions import TypedDict
 
 from infer.contracts.server import Route
-from infer.server.events import Json
-from infer.server.http.streams import Array
-from infer.server.http.wire import Ollama
 from infer_embeddings.embeddings import Embedder, normalized
 from infer_ollama.bodies import EmbedBody, OldEmbedBody
 from infer_ollama.models import check_served
+from infer_server.events import Json
+from infer_server.http.streams import Array
+from infer_server.http.wire import Ollama
 
 if TYPE_CHECKING:
-    from infer.server.service import Service
+    from infer_server.service import Service
 
 
 class Embedded(TypedDict):

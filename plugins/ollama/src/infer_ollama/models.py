@@ -12,14 +12,14 @@ from typing_extensions import TypedDict
 
 from infer.contracts.server import Route
 from infer.errors import RequestError
-from infer.server.events import Json
-from infer.server.http.body import Body
-from infer.server.http.errors import NotFoundError
-from infer.server.http.wire import LATEST, OLLAMA_ROOT, OLLAMA_VERSION, Ollama
 from infer_ollama.bodies import PullBody, ShowBody
+from infer_server.events import Json
+from infer_server.http.body import Body
+from infer_server.http.errors import NotFoundError
+from infer_server.http.wire import LATEST, OLLAMA_ROOT, OLLAMA_VERSION, Ollama
 
 if TYPE_CHECKING:
-    from infer.server.service import Service
+    from infer_server.service import Service
 
 FOREVER = "2318-01-01T00:00:00Z"
 """When Ollama says that a model expires that stays."""

@@ -8,7 +8,7 @@ from infer_ollama import answers, embeddings, models
 
 if TYPE_CHECKING:
     from infer.contracts.server import Route
-    from infer.server.service import Service
+    from infer_server.service import Service
 
 
 def routes(service: Service) -> list[Route]:

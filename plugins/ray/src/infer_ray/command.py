@@ -16,13 +16,13 @@ from typing import Any, cast
 
 from infer.contracts.command import CommandContext
 from infer.errors import EngineDeadError, InferError
-from infer.server.http.access import announce, loopback
-from infer.server.http.keys import INGRESS
 from infer.settings import MODELS, plugin_settings
 from infer_ray.settings import RaySettings
 from infer_router.plan import behind, given
 from infer_router.process import FAULT
 from infer_router.settings import RouterSettings
+from infer_server.http.access import announce, loopback
+from infer_server.http.keys import INGRESS
 
 WATCH_S = 1.0
 CONNECT_S = 5.0

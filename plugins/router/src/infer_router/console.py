@@ -10,11 +10,11 @@ from typing import Any
 from aiohttp import web
 
 from infer.errors import EngineDeadError
-from infer.server.http.keys import Keys
 from infer_router.ingress import Ingress
 from infer_router.loader import Loader
 from infer_router.outline import Outgoing
 from infer_router.plan import Plan
+from infer_server.http.keys import Keys
 
 ASKED_S = 5.0
 """How often it is seen whether who watches is still let in."""

@@ -21,12 +21,12 @@ from yarl import URL
 
 from infer.contracts.sections import ServerSettings
 from infer.errors import EngineDeadError, InferError
-from infer.server.http.errors import REQUEST_ID, error_body
-from infer.server.http.streams import hang_up, write
-from infer.server.http.wire import OPENAI, SHUTTING_DOWN, Ollama, wire_format
 from infer_router.fleet import Fleet
 from infer_router.outline import Outgoing
 from infer_router.resume import ClientStream, DivergedError, complaint
+from infer_server.http.errors import REQUEST_ID, error_body
+from infer_server.http.streams import hang_up, write
+from infer_server.http.wire import OPENAI, SHUTTING_DOWN, Ollama, wire_format
 
 log = logging.getLogger(__name__)
 

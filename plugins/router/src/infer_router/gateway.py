@@ -18,12 +18,6 @@ from pydantic import model_validator
 
 from infer.contracts.sections import ServerSettings
 from infer.errors import EngineDeadError, RequestError
-from infer.server.http.bodies import arrived, unpacked
-from infer.server.http.body import Body
-from infer.server.http.errors import NotFoundError, expected
-from infer.server.http.keys import Keys
-from infer.server.http.listing import VERSION, ListedModel, listed, page
-from infer.server.http.wire import LATEST, OLLAMA_ROOT, OLLAMA_VERSION
 from infer_router.console import Console
 from infer_router.durations import MOST_S, keep_alive_s
 from infer_router.exchange import Another
@@ -32,6 +26,12 @@ from infer_router.ingress import SAMPLING, Ingress, application, merge_metrics
 from infer_router.loader import Loader
 from infer_router.outline import Outgoing, Outline, outgoing, outline_of
 from infer_router.plan import Plan
+from infer_server.http.bodies import arrived, unpacked
+from infer_server.http.body import Body
+from infer_server.http.errors import NotFoundError, expected
+from infer_server.http.keys import Keys
+from infer_server.http.listing import VERSION, ListedModel, listed, page
+from infer_server.http.wire import LATEST, OLLAMA_ROOT, OLLAMA_VERSION
 
 T = TypeVar("T", bound=Body)
 FOREVER = datetime(2318, 1, 1, tzinfo=UTC)

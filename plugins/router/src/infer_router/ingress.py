@@ -18,17 +18,17 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from infer.contracts.sections import ServerSettings
-from infer.server.http.access import CALLER, access_log, allow_origin, authorize, guard, preflight
-from infer.server.http.bodies import BodyBudget, Reader, arrived
-from infer.server.http.errors import errors, expected
-from infer.server.http.keys import OWNER, Keys
-from infer.server.http.listing import VERSION
-from infer.server.http.sockets import listen
-from infer.server.http.wire import OPENAI, WIRE_FORMATS, Anthropic, NamedEvents, Ollama
 from infer_router.exchange import HOPS, Another, Counts, Exchange, LostError
 from infer_router.fleet import Fleet
 from infer_router.held import with_blocks
 from infer_router.outline import Outgoing, Outline, outlined
+from infer_server.http.access import CALLER, access_log, allow_origin, authorize, guard, preflight
+from infer_server.http.bodies import BodyBudget, Reader, arrived
+from infer_server.http.errors import errors, expected
+from infer_server.http.keys import OWNER, Keys
+from infer_server.http.listing import VERSION
+from infer_server.http.sockets import listen
+from infer_server.http.wire import OPENAI, WIRE_FORMATS, Anthropic, NamedEvents, Ollama
 
 SAMPLING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 """The endpoints whose answers are drawn, and may be streamed and gone on with elsewhere."""

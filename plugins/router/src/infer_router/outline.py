@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import model_validator
 
 from infer.errors import InferError
-from infer.server.http.bodies import Reader
-from infer.server.http.body import Body
 from infer_router.prefixes import chain, prompt_bytes
+from infer_server.http.bodies import Reader
+from infer_server.http.body import Body
 
 MOST_USER = 512
 

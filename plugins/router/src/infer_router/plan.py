@@ -18,10 +18,10 @@ from infer.contracts.command import CommandContext
 from infer.contracts.registration import ONE_PROCESS
 from infer.contracts.sections import ModelTable, ServerSettings, Settings
 from infer.errors import SettingsError, first_fault
-from infer.server.http.keys import INGRESS
-from infer.server.http.wire import LATEST
 from infer.settings import MODELS, load_settings, plugin_settings
 from infer_router.settings import RouterSettings
+from infer_server.http.keys import INGRESS
+from infer_server.http.wire import LATEST
 
 PATIENCE_S = 86400.0
 """An engine does not drop an ingress that does not read, for that waits for a client, and drops it in time."""

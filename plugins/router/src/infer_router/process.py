@@ -136,7 +136,7 @@ def _prepared(source: IO[str]) -> Any:
     told = json.loads(line)
     signal.setitimer(signal.ITIMER_REAL, told["within_s"])  # whatever an import holds, the system ends the process
     from infer.plugins.discovery import Plugins
-    from infer.server import app  # noqa: F401
+    from infer_server import app  # noqa: F401
 
     plugins = Plugins.discover()
     for name in told["modules"]:
@@ -153,7 +153,7 @@ def _prepared(source: IO[str]) -> Any:
 
 def _engine(first: Mapping[str, Any], source: IO[str], plugins: Any = None) -> None:
     from infer.plugins.discovery import Plugins
-    from infer.server import app
+    from infer_server import app
 
     plugins = plugins or Plugins.discover()
     before = {*sys.modules}
@@ -188,11 +188,11 @@ def _ingress(first: Mapping[str, Any], source: IO[str]) -> None:
 
 
 async def _serve(first: Mapping[str, Any], source: IO[str], settings: Any) -> None:
-    from infer.server.http.access import log_to_stderr
-    from infer.server.http.sockets import bind
     from infer_router.fleet import Fleet
     from infer_router.ingress import Ingress, serving
     from infer_router.router import Router
+    from infer_server.http.access import log_to_stderr
+    from infer_server.http.sockets import bind
 
     log_to_stderr()
     router = Router(**first["router"])

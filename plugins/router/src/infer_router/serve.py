@@ -15,14 +15,14 @@ from typing import Any
 from infer.contracts.command import CommandContext
 from infer.contracts.sections import ServerSettings
 from infer.errors import EngineDeadError
-from infer.server.http.access import announce, log_to_stderr
-from infer.server.http.sockets import bind, listen
 from infer_router.gateway import Gateway
 from infer_router.loader import Loader
 from infer_router.machine import LocalMachine
 from infer_router.plan import Plan, several
 from infer_router.rules import Machine, Rules
 from infer_router.sizes import PROCESS_BYTES
+from infer_server.http.access import announce, log_to_stderr
+from infer_server.http.sockets import bind, listen
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from aiohttp import web
 
 from infer.contracts.records import RequestRecord
 from infer.contracts.server import Route
-from infer.server.service import Service
 from infer_router.held import HeldBlocks, from_baggage
+from infer_server.service import Service
 
 MOST_ENDED = 4096
 """How many ended requests may wait to be accounted for; older ones are not."""

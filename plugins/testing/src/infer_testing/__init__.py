@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 INFER_PLUGIN_API = 2
 MODULES = (
-    *("suite", "checkpoints", "commands", "formats", "grammars", "kernels", "models", "pools", "proposers", "routes"),
-    *("schedulers", "tool_formats"),
+    *("suite", "checkpoints", "commands", "formats", "grammars", "kernels", "models", "pools", "proposers"),
+    *("schedulers", "tool_formats", "routes"),
 )
+"""Searched for a name in this order: who checks routes has infer-server, which the last of these imports."""
 
 __all__ = [
     "Check",

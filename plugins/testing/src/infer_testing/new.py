@@ -25,7 +25,7 @@ class Kind(NamedTuple):
 
     what: str
     needs: str
-    """Packages that the plugin imports, besides infer-core."""
+    """Packages that the plugin imports, besides infer-core, as pip is asked for them."""
     tried: str
     """Packages that its test needs, besides pytest."""
     settings: str
@@ -51,7 +51,12 @@ KINDS: Mapping[str, Kind] = {
     "proposer": Kind("a proposer of draft tokens", "", "", '[engine]\nspeculation = "$name"'),
     "tools": Kind("a format of tool calls", "", "", '[model]\ntool_format = "$name"  # the chat template says it, too'),
     "grammar": Kind("a grammar backend", "numpy tokenizers", "", '[engine]\ngrammar_backend = "$name"'),
-    "route": Kind("an endpoint of the server", "aiohttp typing-extensions", RUNS, "# nothing: all routes are served"),
+    "route": Kind(
+        "an endpoint of the server",
+        "infer-server>=0.1,<0.2 aiohttp typing-extensions",
+        RUNS,
+        "# nothing: all routes are served",
+    ),
     "command": Kind("a command", "", RUNS, "# nothing: infer $name runs it"),
     "observer": Kind("an observer", "pydantic", RUNS, '[observers.$name]\nunit = "tokens"'),
 }

@@ -24,13 +24,13 @@ from infer.contracts.server import Route
 from infer.engine.loop import EngineLoop
 from infer.errors import InferError, one_line
 from infer.plugins.discovery import Offer, Plugins
-from infer.server.http.body import Body
-from infer.server.http.parsing import parse
-from infer.server.http.wire import OPENAI
-from infer.server.openapi import VARIABLE
-from infer.server.routing import checked
-from infer.server.service import Service
-from infer.server.testing import serving
+from infer_server.http.body import Body
+from infer_server.http.parsing import parse
+from infer_server.http.wire import OPENAI
+from infer_server.openapi import VARIABLE
+from infer_server.routing import checked
+from infer_server.service import Service
+from infer_server.testing import serving
 from infer_testing.suite import Suite, Violation
 
 KEY = "the-key-of-the-kit"

@@ -1,1 +1,0 @@
-"""The HTTP server: OpenAI's endpoints, and what they share."""

@@ -1,0 +1,107 @@
+"""Long answers: written as JSON a few milliseconds at a time, so that the event loop can do other work between, and
+sent to clients that may read slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn, Self, TypeVar
+
+from aiohttp import web
+
+from infer_server.http.turns import Turn
+
+FEW = 16
+"""Up to this many items, such as the tokens of one step, are written without a pause."""
+TURN_S = 0.004
+"""How long one turn may take, in seconds."""
+RUN = 64
+"""How many items become one piece."""
+MARK = secrets.token_hex(16)
+"""A placeholder for an array in the JSON around it. It is random, so that no client can send it."""
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+class Array:
+    """A JSON array whose items have been encoded already. With braces as brackets it is an object, and the items are
+    its members."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, items: Sequence[bytes], brackets: tuple[bytes, bytes] = (b"[", b"]")) -> None:
+        runs = [b",".join(items[at : at + RUN]) for at in range(0, len(items), RUN)]
+        self.pieces = [brackets[0], *[piece for run in runs for piece in (b",", run)][1:], brackets[1]]
+
+    @classmethod
+    def of(cls, values: Sequence[object]) -> Self:
+        """An array of plain values. If they are many, call it in a thread: it lets other threads run between two
+        pieces."""
+        runs = (values[at : at + RUN] for at in range(0, len(values), RUN))
+        return cls([json.dumps(run, ensure_ascii=False)[1:-1].encode() for run in runs])
+
+
+class Writer:
+    """Writes values as JSON that may contain Arrays. Use it in one event loop."""
+
+    def __init__(self) -> None:
+        self._turn = Turn()
+        self._arrays: list[Array] = []
+        # One encoder for all: json.dumps would make a new one for every token.
+        self._encode = json.JSONEncoder(ensure_ascii=False, default=self._meet).encode
+
+    async def each(self, make: Callable[[Item], Made], items: Iterable[Item], count: int) -> list[Made]:
+        """``make`` applied to each of the ``count`` items. If they are many, this takes turns of ``TURN_S``; between
+        two of these, whichever call they belong to, the event loop does other work."""
+        if count <= FEW:
+            return [make(item) for item in items]
+        made: list[Made] = []
+        left = iter(items)
+        while len(made) < count:
+            async with self._turn:
+                end = time.perf_counter() + TURN_S
+                for item in left:
+                    made.append(make(item))
+                    if time.perf_counter() > end:
+                        break
+        return made
+
+    def pieces(self, value: object) -> list[bytes]:
+        """The JSON of a value, in pieces to be sent one after the other."""
+        try:
+            head, *tails = self._encode(value).split(f'"{MARK}"')
+            pieces = [head.encode()]
+            for array, tail in zip(self._arrays, tails, strict=True):
+                pieces += [*array.pieces, tail.encode()]
+            return pieces
+        finally:
+            self._arrays.clear()
+
+    def _meet(self, value: object) -> str:
+        if not isinstance(value, Array):
+            raise TypeError(f"{type(value).__name__} is no JSON")
+        self._arrays.append(value)
+        return MARK
+
+
+async def write(http: web.Request, response: web.StreamResponse, data: bytes, stall_timeout_s: float) -> None:
+    """Write to the client. One that reads nothing for ``stall_timeout_s`` counts as disconnected."""
+    if http.transport is not None and http.transport.get_write_buffer_size() == 0:
+        await response.write(data)  # the buffer is empty, so this does not wait
+        return
+    try:
+        async with asyncio.timeout(stall_timeout_s):
+            await response.write(data)
+    except TimeoutError:
+        hang_up(http)
+
+
+def hang_up(http: web.Request) -> NoReturn:
+    """End the connection to a client that does not read, and drop what waits to be sent to it: a connection that is
+    closed stays until everything has been sent. Raises ConnectionResetError."""
+    if http.transport is not None:
+        http.transport.abort()
+    raise ConnectionResetError("the client does not read") from None
