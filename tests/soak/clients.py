@@ -83,6 +83,7 @@ KNOWN: dict[str, tuple[str, Body]] = {
         {"input": CODE, "questions": [{"type": "predicate", "instructions": "It is code."}]},
     ),
     "tokens": ("/tokenize", {"prompt": CODE}),
+    "large": ("/tokenize", {"prompt": CODE * 500}),
 }  # fmt: skip
 
 

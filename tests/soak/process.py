@@ -20,6 +20,7 @@ SETTINGS = {
     "engine.max_batch_size": "8",
     "engine.max_waiting_requests": "64",
     "engine.max_seq_len": "2048",
+    "engine.target_itl_ms": "50",
     "cache.paged.num_blocks": "512",
     "server.body_timeout_s": "3",
     "server.stall_timeout_s": "3",
@@ -28,7 +29,7 @@ SETTINGS = {
 IDLE_S = 5.0
 """How long a connection may say nothing, headers that never end among it: no setting, and more than a minute else."""
 INFER = (
-    "import sys; from infer.server.http import sockets; from infer.commands.cli import main; "
+    "import sys; from infer_server.http import sockets; from infer.commands.cli import main; "
     f"sockets.KEEPALIVE_S = {IDLE_S}; sys.exit(main())"
 )
 
