@@ -297,6 +297,29 @@ def test_a_file_is_compared_once_until_it_could_be_another(
     assert not compared.exists() or compared.stat().st_mtime > 1, "the note says when the file was used last"
 
 
+def resident(file: Path) -> int:
+    """How many bytes of the file this process has mapped, and the system has found."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    places = [i for i, line in enumerate(lines) if line.endswith(f" {file}")]
+    found = [next(line for line in lines[i:] if line.startswith("Rss:")) for i in places]
+    return sum(int(line.split()[1]) << 10 for line in found)
+
+
+def test_the_system_finds_all_pages_beside_the_start(tmp_path: Path) -> None:
+    weights = kept.KeptWeights(tmp_path, 1 << 30, {"of": "a test"})
+    weights.keep([memoryview(random.Random(0).randbytes(1 << 23))])
+    assert weights.written.wait(WAIT_S)
+    weights.open()  # which reads all of it, to compare it
+    file = weights.open()
+    assert file is not None
+    assert file.find(1 << 23) is not None
+    file.finish()
+    for thread in threading.enumerate():
+        if thread.name == kept.THREAD:
+            thread.join(WAIT_S)
+    assert resident(weights.path) >= 1 << 23
+
+
 def test_a_note_that_cannot_be_written(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = logits(base, tmp_path / "kept")
     (file,) = files(tmp_path / "kept")

@@ -76,8 +76,14 @@ def test_the_tokenizer_of_another_model(tmp_path: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     with LLM(str(folder)) as llm:  # an added token may lie beyond the model's vocabulary
         assert llm.served.tokenizer.get_vocab_size() > llm.served.vocab_size
+    other = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = other["model"]["vocab"]
+    other["model"]["vocab"] = {token: id + 5000 * (token == "q") for token, id in vocabulary.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(other))
+    with LLM(str(folder)) as llm, pytest.raises(RequestError, match=f"prompt holds token id {vocabulary['q'] + 5000}"):
+        llm.generate("q")
     write(json.dumps(config | {"vocab_size": 512}))
-    with pytest.raises(CheckpointError, match="token ids up to 4095, but the model's end at 511"):
+    with pytest.raises(CheckpointError, match="has 4096 tokens, but the model's ids end at 511"):
         LLM(str(folder), model={"load_format": "dummy"})
     write(json.dumps(config | {"vocab_size": 8192, "eos_token_id": 5000}))
     with pytest.raises(CheckpointError, match="token 5000 ends an answer"):

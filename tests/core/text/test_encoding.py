@@ -75,6 +75,21 @@ def test_what_is_refused_early_is_too_long(make: object) -> None:
     assert refused > 50
 
 
+def test_ids_may_have_gaps() -> None:
+    letters = {letter: 7 * i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(letters | {"ab": 5000, "abab": 9000}, [("a", "b"), ("ab", "ab")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder = Encoder(tokenizer)
+    assert encoder("abab" * 3, special=False, most=3) == [9000] * 3
+    with pytest.raises(TooLongError, match="at least 4 tokens"):
+        encoder("abab" * 4, special=False, most=3)
+
+
+def test_no_start_waits_for_the_longest_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.text.encoding._tokens", None)
+    assert len(Encoder(byte_level())("ab" * 4, special=False, most=8)) == 2
+
+
 def unknown() -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

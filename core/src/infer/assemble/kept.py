@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from infer.errors import CheckpointError, InferError
@@ -102,10 +103,16 @@ class PackedFile:
     def add(self, weight: memoryview) -> None:
         raise AssertionError("a file has all weights")
 
-    def check_end(self) -> None:
-        """Raise CheckpointError if there are more weights than the model has."""
+    def finish(self) -> None:
+        """Raise CheckpointError if there are more weights than the model has. Then have the system find every page, in
+        a thread of its own: the first pass would stop at each piece of a few pages otherwise, while a start that goes
+        on to read the tokenizer leaves a processor idle."""
         if next(self._coming, None) is not None:
             raise CheckpointError("it has more weights than the model")
+        threading.Thread(target=self._map_pages, name=THREAD, daemon=True).start()
+
+    def _map_pages(self) -> None:
+        np.frombuffer(self._memory, np.uint8)[::PAGE].max()
 
 
 class KeptWeights:

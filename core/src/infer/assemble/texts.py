@@ -119,12 +119,10 @@ def read_tokenizer(path: str | None, checkpoint: Checkpoint, vocab_size: int, ma
     except Exception as error:  # the library raises bare Exceptions
         raise CheckpointError(f"The {whose} cannot be read: {error}.") from error
     # Added tokens may lie beyond the model's vocabulary: Gemma 3's text models have one for images without an
-    # embedding.
-    own = tokenizer.get_vocab(with_added_tokens=False).values()
-    if own and max(own) >= vocab_size:
+    # embedding. Other ids end at their number; one behind a gap is refused with the request whose text has it.
+    if (count := tokenizer.get_vocab_size(with_added_tokens=False)) > vocab_size:
         raise CheckpointError(
-            f"The {whose} has token ids up to {max(own)}, but the model's end at {vocab_size - 1}: it belongs "
-            "to another model."
+            f"The {whose} has {count} tokens, but the model's ids end at {vocab_size - 1}: it belongs to another model."
         )
     for id in sorted(checkpoint.eos_token_ids):
         if tokenizer.id_to_token(id) is None:

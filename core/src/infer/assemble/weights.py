@@ -65,7 +65,7 @@ class Weights:
             if (file := kept.open()) is not None:
                 with kernels.packed_in(file):
                     filled = self._fill(context, kept=True)
-                file.check_end()
+                file.finish()
                 return filled
         except InferError as error:
             kept.drop(error)

@@ -4,6 +4,7 @@ encoded, and any other text that turns out too long before its ids become Python
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -25,13 +26,11 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._longest = _longest(tokenizer)
 
     def __call__(self, text: str, *, special: bool, most: int) -> list[int]:
         """The token ids of ``text``, after the tokenizer's own leading special tokens if ``special``. Raises
         TooLongError if there are more than ``most``."""
-        least = -(-len(text) // self._longest) if self._longest else 0
-        if least > most:
+        if len(text) > most and self._longest and (least := -(-len(text) // self._longest)) > most:
             raise TooLongError(least, sure=False)
         # ``encode`` would hold the GIL for as long as it takes. Reading the ids holds it too, for 20 ns per id.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
@@ -41,17 +40,22 @@ class Encoder:
         ids: list[int] = encoding.ids
         return ids
 
+    @cached_property
+    def _longest(self) -> int:
+        """Only texts that may be too long need it, and no start waits for it."""
+        return _longest(self._tokenizer)
+
 
 def _longest(tokenizer: Tokenizer) -> int:
     """The most characters of a text that one token can stand for; 0 if there is no bound."""
-    vocabulary = tokenizer.get_vocab()
     if "ByteLevel" in [step["type"] for step in _steps(tokenizer.pre_tokenizer)]:
         letters = ByteLevel.alphabet()
     else:
         letters = [f"<0x{byte:02X}>" for byte in range(256)] if getattr(tokenizer.model, "byte_fallback", 0) else [""]
     if (
         type(tokenizer.model).__name__ != "BPE"
-        or not vocabulary.keys() >= set(letters)  # unknown text is dropped, or becomes one token however long it is
+        # Unknown text is dropped, or becomes one token however long it is.
+        or None in map(tokenizer.token_to_id, letters)
         or tokenizer.truncation is not None
         or any(added.lstrip or added.rstrip for added in tokenizer.get_added_tokens_decoder().values())
         or not all(map(_keeps, _steps(tokenizer.pre_tokenizer)))
@@ -63,7 +67,14 @@ def _longest(tokenizer: Tokenizer) -> int:
             shrinks *= 4  # characters that compose into one, at most
         elif step["type"] != "Prepend" and not _replaces_a_character(step):
             return 0
-    return shrinks * max(map(len, vocabulary))
+    return shrinks * max(map(len, _tokens(tokenizer)))
+
+
+def _tokens(tokenizer: Tokenizer) -> list[str]:
+    """All tokens, one by one unless their ids have gaps: to list them at once holds the GIL for a tenth of a second."""
+    size = tokenizer.get_vocab_size()
+    found = [token for token in map(tokenizer.id_to_token, range(size)) if token is not None]
+    return found if len(found) == size else [*tokenizer.get_vocab()]
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
