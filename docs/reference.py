@@ -56,7 +56,18 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
         f"{LAYERS}/__init__.py",
         tuple(
             f"{LAYERS}/{name}.py"
-            for name in ("table", "config", "linear", "rotary", "blocks", "mamba", "recurrent", "experts", "decoder")
+            for name in (
+                "table",
+                "config",
+                "linear",
+                "rotary",
+                "blocks",
+                "latent",
+                "mamba",
+                "recurrent",
+                "experts",
+                "decoder",
+            )
         ),
     ),
     "Cache pools": (

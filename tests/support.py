@@ -55,6 +55,7 @@ COMMON: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 512,
 }
+LATENT = {"kv_lora_rank": 20, "q_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 MAX_DRAFTS = 8
 """How many tokens can be taken back from states."""
 MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 16}
@@ -155,6 +156,37 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
     },
+    "glm4_moe_lite": COMMON
+    | LATENT
+    | {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "num_hidden_layers": 2,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
+    "deepseek_v2": COMMON
+    | LATENT
+    | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "num_hidden_layers": 2,
+        "q_lora_rank": None,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
+    "deepseek_v3": COMMON
+    | LATENT
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "n_group": 1,
+        "num_hidden_layers": 2,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+    },
+    "youtu": COMMON | LATENT | {"architectures": ["YoutuForCausalLM"], "num_hidden_layers": 2},
     "olmoe": COMMON
     | {
         "architectures": ["OlmoeForCausalLM"],

@@ -125,6 +125,7 @@ CASES: dict[str, dict[str, Any]] = {
     "states and drafts": {"states": STATES, "max_drafts": 3, "kv_dtype": "int8"},
     "windows and states": {"layers": WINDOWED, "states": STATES},
     "only windows": {"layers": [spec(window=9)]},
+    "v is k": {"layers": [replace(layer, v_is_k=True) for layer in PLAIN], "kv_dtype": "int8"},
 }
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

@@ -112,6 +112,7 @@ FAMILIES: list[Family] = [
     "granite_hybrid",
     "nemotron_h",
     "lfm2_moe",
+    "glm4_moe_lite",
 ]
 
 

@@ -388,6 +388,19 @@ def test_answers_of_recurrent_layers(method: str, family: Family, tmp_path: Path
     check_family(method, family, ("reference", "cpu") if family == "qwen3_5" else ("cpu",), tmp_path)
 
 
+LATENT = [
+    *(("awq", "glm4_moe_lite"), ("gptq", "deepseek_v3"), ("fp8", "deepseek_v2"), ("compressed-tensors", "youtu")),
+    ("fp8", "glm4_moe_lite"),
+]
+
+
+@pytest.mark.parametrize(("method", "family"), [pytest.param(*pair, marks=pytest.mark.slow) for pair in LATENT])
+def test_answers_of_latent_attention(method: str, family: Family, tmp_path: Path) -> None:
+    """The projection that is multiplied head by head is dequantized."""
+    sizes = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    check_family(method, family, ("cpu",), tmp_path, **sizes)
+
+
 VARIANTS = [
     *((method, "gemma4-dense") for method in METHODS),
     *(("awq", "gemma4-shared"), ("gptq", "gemma4-inputs"), ("fp8", "gemma4-k-is-v")),
@@ -396,6 +409,7 @@ VARIANTS = [
 
 
 COMPARED: set[tuple[str, str]] = {
+    *LATENT,
     *DENSE.items(),
     *((method, "llama") for method in ("awq", "gptq", "compressed-tensors")),  # what is written unless a test asks
     ("fp8", "gemma3"),  # inside another model

@@ -39,7 +39,7 @@ KIB = 1024
 SHARED_MEMORY = {80: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB}
 """Of a block, at the most. An A100 has 163 KiB, but the smaller GPUs that take its configurations have 99."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-SPILL = {80: 128, 90: 256, 100: 256}
+SPILL = {80: 160, 90: 256, 100: 256}
 """Bytes of registers per thread that may go to memory."""
 CURRENT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 """Whether this Triton has to make fast code; of older ones, it is enough that what they make is right."""
@@ -72,13 +72,14 @@ MODELS = {
     "Qwen3-8B": Shape(4096, 32, 8, 128),
     "Gemma-3-1B": Shape(1152, 4, 1, 256, 512, True),
     "Gemma-4-E2B": Shape(1536, 8, 1, 512),
+    "GLM-4.7-Flash": Shape(2048, 20, 1, 576),
     "gpt-oss-20b": Shape(2880, 64, 8, 64, 128, sinks=True, experts=32),
     "Granite-3.1-1B-A400M": Shape(1024, 16, 8, 64, experts=32),
 }
 
 LARGEST = ("Llama-3.2-3B", "Gemma-4-E2B")
 """Heads of 128, which most models have, and of 512, which take the most memory."""
-EACH = (*LARGEST, "Gemma-3-1B", "gpt-oss-20b")
+EACH = (*LARGEST, "GLM-4.7-Flash", "Gemma-3-1B", "gpt-oss-20b")
 """A model for each size of heads, with windows, sinks and experts."""
 MORE = ("Granite-3.1-1B-A400M",)
 """Small heads without sinks, and experts whose rows fill their tiles: one GPU is enough."""

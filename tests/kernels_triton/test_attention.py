@@ -15,6 +15,7 @@ from tests.examples import examples, slowly
 from torch import Tensor
 
 from infer.contracts.attention import AttentionSpec, KVDtype
+from infer.errors import SettingsError
 from infer_kernels_triton.provider import TritonKernels
 
 MIXED = [(0, 1), (130, 1), (300, 1), (0, 5), (7, 3), (127, 2), (60, 70), (0, 140), (255, 130), (31, 1)]
@@ -110,6 +111,25 @@ HEADS = [(1, 1, 64), (8, 1, 96), (4, 4, 128), (32, 2, 16), (70, 1, 16)]
 def test_head_counts_and_sizes(heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     """Query heads, K/V heads and their size."""
     attend([(40, 1), (90, 1), (0, 33), (50, 30)], spec(*heads), 16, dtype, device)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (torch.bfloat16, "auto"),
+        *slowly((torch.float32, "auto"), (torch.bfloat16, "int8"), (torch.float16, "int8")),
+    ],
+)
+def test_large_heads_are_cut_in_two(dtype: torch.dtype, kv_dtype: KVDtype, device: str) -> None:
+    """As those of latent attention, with one that is not of a whole number of tiles."""
+    for size in (576, 530):
+        extends = [(40, 1), (300, 1), (0, 33), (50, 30)]
+        attend(extends, spec(5, 1, size, cap=0.7, window=65, sinks=(*SINKS, 0.0)), 16, dtype, device, kv_dtype)
+
+
+def test_no_larger_heads(device: str) -> None:
+    with pytest.raises(SettingsError, match="A head of this model has 578 values in the cache"):
+        attend([(40, 1)], spec(1, 1, 578), 16, torch.bfloat16, device)
 
 
 @pytest.mark.slow

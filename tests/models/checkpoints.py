@@ -39,6 +39,10 @@ Family = Literal[
     "ministral",
     "gpt_oss",
     "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v2",
+    "deepseek_v3",
+    "youtu",
     "granite",
     "granite_moe",
     "smollm3",
@@ -97,6 +101,7 @@ DELTA = {
     "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
+LATENT = {"kv_lora_rank": 20, "q_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 MAMBA = {"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 64}
 
 
@@ -221,6 +226,19 @@ def make_model(
             made = transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**fields | config))
             for layer in made.model.layers[made.config.first_k_dense_replace :]:
                 layer.mlp.gate.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, 6))
+        case "glm4_moe_lite" | "deepseek_v2" | "deepseek_v3":
+            fields |= {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_routed_experts": 6}
+            fields |= {"num_key_value_heads": HEADS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1} | LATENT
+            stem = {"glm4_moe_lite": "Glm4MoeLite", "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}[family]
+            made = getattr(transformers, f"{stem}ForCausalLM")(
+                getattr(transformers, f"{stem}Config")(**fields | config)
+            )
+            for layer in made.model.layers if family != "deepseek_v2" else ():
+                if hasattr(layer.mlp, "gate"):
+                    layer.mlp.gate.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, 6))
+        case "youtu":
+            fields |= {"num_key_value_heads": HEADS} | LATENT
+            made = transformers.YoutuForCausalLM(transformers.YoutuConfig(**fields | config))
         case "granite_moe":
             factors = {"attention_multiplier": 0.4, "residual_multiplier": 1.4, "logits_scaling": 1.5}
             fields |= {"embedding_multiplier": 0.7, "num_local_experts": 6, "num_experts_per_tok": 2, **factors}

@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file
 from tests import support
 from tests.examples import slowly
-from tests.models.checkpoints import VOCAB, Family, as_transformers_4, edit_tensors, stacked, write_checkpoint
+from tests.models.checkpoints import ROPES, VOCAB, Family, as_transformers_4, edit_tensors, stacked, write_checkpoint
 from torch import Tensor
 
 from infer.assemble.assembly import Assembly
@@ -50,11 +50,14 @@ FAMILIES: tuple[Family, ...] = (
     *("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe"),
     *("lfm2", "granite_hybrid", "nemotron_h", "falcon_h1", "bamba", "lfm2_moe"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    *("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu"),
 )
+LATENT = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu")
+"""Families whose heads share one latent vector, whatever the number of K's and V's heads."""
 STATEFUL = ("lfm2", "lfm2_moe", "granite_hybrid", "falcon_h1", "bamba", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 MIXTURES = (
     *("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe"),
-    *("granite_hybrid", "lfm2_moe", "qwen3_5_moe", "qwen3_next"),
+    *("granite_hybrid", "lfm2_moe", "qwen3_5_moe", "qwen3_next", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"),
 )
 """Rounding may give a token other experts, where the router is undecided."""
 NEW_FAMILIES: tuple[Family, ...] = FAMILIES[7:]
@@ -72,6 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
     }
     for family in FAMILIES
     for tied, kv_heads in (HEADS if family in NEW_FAMILIES else itertools.product((True, False), (1, 2, 4)))
+    if family not in LATENT or kv_heads == 2
 } | {
     "llama-llama3-rope": {"family": "llama", "rope": "llama3"},
     "llama-linear-rope": {"family": "llama", "rope": "linear"},
@@ -143,6 +147,19 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss-yarn-rope": {"family": "gpt_oss", "rope": "yarn", "window": 9, "num_experts_per_tok": 3},
     "qwen2_moe-some": {"family": "qwen2_moe", "norm_topk_prob": True, "mlp_only_layers": [1], "qkv_bias": False},
     "glm4_moe-norms": {"family": "glm4_moe", "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False},
+    "glm4_moe_lite-some": {
+        "family": "glm4_moe_lite",
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        "attention_bias": True,
+        "q_lora_rank": None,
+    },
+    "deepseek_v2-lite": {"family": "deepseek_v2", "q_lora_rank": None, "rope": "yarn", "routed_scaling_factor": 1.5},
+    "deepseek_v3-yarn": {
+        "family": "deepseek_v3",
+        "rope_parameters": {**ROPES["yarn"], "mscale": 1.0, "mscale_all_dim": 0.7},
+        "rope_interleave": False,
+        "norm_topk_prob": False,
+    },
     "olmoe-normed": {"family": "olmoe", "norm_topk_prob": True, "kv_heads": 4, "attention_bias": True},
     "lfm2-biases": {"family": "lfm2", "conv_bias": True, "conv_L_cache": 4, "block_ffn_dim_multiplier": 1.3},
     "lfm2-plain": {"family": "lfm2", "block_auto_adjust_ff_dim": False, "full_attn_idxs": [0, 3]},
@@ -506,6 +523,7 @@ LONG = (
     *(f"{family}-untied-2" for family in (*STATEFUL, "nemotron_h")),
     *("nemotron_h-experts", "gemma4-dense", "gemma4-inputs", "gemma4-shared", "gemma4-k-is-v", "gemma4-experts"),
     *("mistral3-tied", "qwen3_vl-tied"),
+    *(f"{family}-untied-2" for family in LATENT),
 )
 
 
@@ -1068,6 +1086,130 @@ def test_published_configs(name: str) -> None:
         each = [f"{place}.experts.{i}.{part}.weight" for i in range(len(tensor))] if experts else [place]
         names |= dict.fromkeys(each, tuple(tensor.shape[bool(experts) :]))
     assert dict(found.expected()) == names
+
+
+LATENT_PUBLISHED: dict[str, dict[str, Any]] = {
+    "DeepSeek-V2-Lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "first_k_dense_replace": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v2",
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+    },
+    "GLM-4.7-Flash": {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "first_k_dense_replace": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 202752,
+        "model_type": "glm4_moe_lite",
+        "moe_intermediate_size": 1536,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_attention_heads": 20,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 47,
+        "num_key_value_heads": 20,
+        "partial_rotary_factor": 1.0,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.8,
+        "topk_group": 1,
+        "v_head_dim": 256,
+        "vocab_size": 154880,
+    },
+    "Moonlight-16B-A3B": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "first_k_dense_replace": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 8192,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.446,
+        "topk_group": 1,
+        "v_head_dim": 128,
+        "vocab_size": 163840,
+    },
+}
+
+
+@pytest.mark.parametrize("name", LATENT_PUBLISHED)
+def test_published_configs_of_latent_attention(name: str) -> None:
+    config = LATENT_PUBLISHED[name]
+    (family,) = [r for r in infer_models() if config["architectures"][0] in r.architectures]
+    context = ModelContext(support.KERNELS, torch.bfloat16, torch.device("cpu"), 64)
+    found: Any = family.factory(config, context, family.settings())
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))  # type: ignore[no-untyped-call]
+    attention = theirs.model.layers[0].self_attn
+    assert len(found.attention) == config["num_hidden_layers"]
+    (spec,) = {*found.attention}
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_size) == (config["num_attention_heads"], 1, 512 + 64)
+    assert spec.scale == pytest.approx(attention.scaling, rel=1e-6)
+    rotary = type(theirs.model.rotary_emb)(theirs.config)
+    turned = found.rotary[0](torch.tensor([0, 1, 63]))
+    expected = torch.outer(torch.tensor([0.0, 1.0, 63.0]), rotary.inv_freq)
+    assert (turned.cos[:, :32] - expected.cos() * rotary.attention_scaling).abs().max() < 1e-5
+    assert (turned.sin[:, :32] - expected.sin() * rotary.attention_scaling).abs().max() < 1e-5
+    assert (turned.cos[:, 32:] == 1).all()
+    assert {key: shape for key, shape in found.expected().items() if "self_attn" in key} == {
+        key: tuple(tensor.shape) for key, tensor in theirs.named_parameters() if "self_attn" in key
+    }
+
+
+def test_groups_of_experts_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "deepseek_v3", n_group=2)
+    with pytest.raises(CheckpointError, match=r'n_group: .*in 2 groups, .* set model.family = "transformers"'):
+        Driver(folder, torch.float32)
 
 
 def test_attention_soft_cap_is_ignored_as_transformers_ignores_it(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "shared_intermediate_size": 48,
 }
+ASKED = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+"""Architectures that another family knows, too."""
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
@@ -142,3 +144,8 @@ def write(folder: Path, architecture: str, dtype: torch.dtype = torch.float32, s
     letters.decoder = decoders.Fuse()
     letters.save(str(folder / "tokenizer.json"))
     return folder
+
+
+def family_of(name: str) -> str:
+    """``model.family``, by which modules of transformers run an architecture."""
+    return "transformers" if name in ASKED else "auto"

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tests.models_transformers.checkpoints import VOCAB, config, write
+from tests.models_transformers.checkpoints import VOCAB, config, family_of, write
 from torch import Tensor
 
 from infer.checkpoint import Checkpoint
@@ -66,7 +66,7 @@ REFUSED = {
 @torch.inference_mode()
 def test_greedy_tokens_and_exactness(name: str, tmp_path: Path) -> None:
     folder = write(tmp_path, name)
-    models = Models.of(folder, kernels=KERNELS)
+    models = Models.of(folder, family_of(name), kernels=KERNELS)
     assert models.offer.name == "transformers"
     model = models.model(torch.float32)
     prompt = torch.randint(2, VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -80,7 +80,8 @@ def test_greedy_tokens_and_exactness(name: str, tmp_path: Path) -> None:
         text.append(int(model.logits(hidden[-1:]).argmax()))
         hidden = stage.run([(0, text, len(text) - 1, 1)])
     assert text == expected
-    check_model(folder, kernels=KERNELS, only=["transformers", "shapes", "chunks", "company", "recorded"])
+    checks = ["transformers", "shapes", "chunks", "company", "recorded"]
+    check_model(folder, family=family_of(name), kernels=KERNELS, only=checks)
 
 
 def test_the_readme_names_what_runs_and_what_is_refused() -> None:

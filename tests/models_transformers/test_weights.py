@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.formats import writers
 from tests.formats.writers import awq, compressed, compressed_config, gptq, scheme
 from tests.models.checkpoints import edit_tensors
-from tests.models_transformers.checkpoints import VOCAB, write
+from tests.models_transformers.checkpoints import VOCAB, family_of, write
 from tests.models_transformers.test_architectures import logits, made
 from torch import Tensor
 
@@ -33,9 +33,9 @@ TEXT = [random.Random(3).randrange(VOCAB) for _ in range(40)]
 
 
 @torch.inference_mode()
-def ours(folder: Path, dtype: torch.dtype = torch.float32) -> Tensor:
+def ours(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """Log-probabilities of each next token, [T, V]."""
-    stage = Stage(Models.of(folder, kernels=KERNELS), dtype, 1)
+    stage = Stage(Models.of(folder, family_of(name), kernels=KERNELS), dtype, 1)
     return stage.model.logits(stage.run([(0, TEXT, 0, len(TEXT))])).float().log_softmax(-1)
 
 
@@ -57,7 +57,7 @@ def test_what_transformers_holds_in_float32(name: str, tmp_path: Path) -> None:
                 tensors[key] = (1024 + spread * offsets).view(tensors[key].shape)
 
     edit_tensors(folder, lambda tensors: bias(tensors, 1.0))
-    found = ours(folder, torch.bfloat16)
+    found = ours(folder, name, torch.bfloat16)
     assert (found - theirs(folder, torch.bfloat16)).abs().mean() < 0.03
     edit_tensors(folder, lambda tensors: bias(tensors, 0.0))
     assert (found - theirs(folder, torch.bfloat16)).abs().mean() > 0.3, "the biases change nothing"
@@ -105,8 +105,8 @@ def test_quantized_checkpoints(name: str, format: str, tmp_path: Path) -> None:
     less: dict[str, Any] = {"num_hidden_layers": 1, "n_layer": 1} if "GPT" in name else {}
     plain = write(tmp_path / "plain", name, **less)
     quantized = writers.quantize(plain, tmp_path / "quantized", packed, table)
-    assert (ours(quantized) - theirs(plain)).abs().max() < 1e-4
-    models = Models.of(quantized, kernels=KERNELS)
+    assert (ours(quantized, name) - theirs(plain)).abs().max() < 1e-4
+    models = Models.of(quantized, family_of(name), kernels=KERNELS)
     assert models.offer.name == "transformers"
     chosen = models.plugins.choose("weights", models.settings, [models.checkpoint.quant_method])
     stored = Weights(models.settings, models.offer, chosen, models.checkpoint)

@@ -6,6 +6,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from tests.support import CPU, KERNELS, MAX_SEQ_LEN, tiny_model
@@ -97,6 +98,31 @@ def test_bytes_of_a_position(kv_dtype: KVDtype, dtype: torch.dtype, each: int) -
     context = CacheContext(layers, 2, 100, dtype, CPU, KERNELS, kv_dtype=kv_dtype)
     assert KVStorage.bytes_per_token(context) == 2 * (2 + 4) * each
     assert KVStorage(context, 7, 16).nbytes == 7 * 16 * KVStorage.bytes_per_token(context)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_v_that_is_k_takes_no_memory(kv_dtype: KVDtype) -> None:
+    """It is K as the cache has it: rotated. Where one layer has a V of its own, all have."""
+    own, shared = (AttentionSpec(4, 1, 16, 0.3, v_is_k=v_is_k) for v_is_k in (False, True))
+    generator = torch.Generator().manual_seed(3)
+    q, k, angles = (torch.randn(9, *shape, generator=generator) for shape in ((4, 16), (1, 16), (8,)))
+    rotary = Rotary(angles.cos(), angles.sin())
+    turned = KERNELS.rope(q, k, rotary)[1]
+    found = {}
+    for name, layers, v in (("own", [own, own], turned), ("one", [shared, own], turned), ("all", [shared] * 2, k)):
+        storage = KVStorage(CacheContext(layers, 2, 64, torch.float32, CPU, KERNELS, kv_dtype=kv_dtype), 3, 8)
+        view = storage.view(np.array([[2, 0]], dtype=np.int32), [0], [9])
+        found[name] = storage.nbytes, view.attend(0, q, k, v, rotary)
+    assert found["own"][0] == found["one"][0] == 2 * found["all"][0]
+    assert torch.equal(found["own"][1], found["all"][1])
+    assert torch.equal(found["one"][1], found["all"][1])
+
+
+def test_a_view_that_stores_in_its_own_way_has_a_v() -> None:
+    context = CacheContext([AttentionSpec(4, 1, 16, 0.3, v_is_k=True)], 2, 64, torch.float16, CPU, KERNELS)
+    assert KVStorage.bytes_per_token(context) == 32
+    assert Halves.bytes_per_token(context) == 64
+    assert Halves(context, 3, 8).nbytes == 3 * 8 * 64
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])

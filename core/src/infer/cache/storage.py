@@ -89,6 +89,10 @@ class ExtendView:
         if k_TKE is None or v_TKE is None:
             if rotary is not None:
                 q_THE, _ = s.kernels.rope(q_THE, q_THE[:, :1], rotary)
+        elif s.v_is_k:
+            if rotary is not None:
+                q_THE, k_TKE = s.kernels.rope(q_THE, k_TKE, rotary)
+            s.kernels.store_kv(k_TKE, k_TKE, k_cache, v_cache, ragged.flat_T)
         elif rotary is None:
             s.kernels.store_kv(k_TKE, v_TKE, k_cache, v_cache, ragged.flat_T)
         else:
@@ -105,6 +109,8 @@ class KVStorage:
     have n times as many, n layers have their part of a block where that one has one: in memory, a block of the wider
     layers is n blocks of the narrower ones.
 
+    V is K if all layers have ``v_is_k``, unless the view has an ``attend`` of its own, which may store both.
+
     Blocks start as zeros, so that a kernel that reads past what has been written reads finite values. A subclass that
     stores or reads in another way has a ``view_type`` of its own.
     """
@@ -120,6 +126,7 @@ class KVStorage:
     ) -> None:
         self.block_size = block_size
         self.layers: list[AttentionSpec] = list(context.layers)
+        self.v_is_k = self._shares(self.layers)
         self.kernels: KernelsProtocol = context.kernels
         self.device = context.device
         tables = [range(len(self.layers))] if tables is None else tables
@@ -133,19 +140,18 @@ class KVStorage:
         parts = parts_of_a_place(self.layers, tables)
         self._parts_U11 = np.array(parts, dtype=np.int32)[:, None, None] if max(parts) > 1 else None
         places = _places(self.layers, tables)
+        halves = [0.0] if self.v_is_k else [0.0, 0.5]
         memory = [
-            [
-                _Memory(num_blocks, block_size, width, heads, context, share=(i + half) / len(places))
-                for half in (0.0, 0.5)
-            ]
+            [_Memory(num_blocks, block_size, width, heads, context, share=(i + half) / len(places)) for half in halves]
             for i, (width, heads) in enumerate(places)
         ]
         self.k: list[KV] = []
-        self.v: list[KV] = []
+        self.v: list[KV] = self.k if self.v_is_k else []
+        both = [self.k] if self.v_is_k else [self.k, self.v]
         for layer, spec in enumerate(self.layers):
             u, i = place[layer]
             at, part = divmod(i, parts[u])
-            for caches, one in zip((self.k, self.v), memory[at], strict=True):
+            for caches, one in zip(both, memory[at], strict=True):
                 caches.append(one.of(spec, part))
         self._nbytes = num_blocks * block_size * self.bytes_per_token(context, tables)
         size, blocks = context.max_batch_size, -(-context.max_seq_len // block_size)
@@ -159,14 +165,20 @@ class KVStorage:
         self._fixed: dict[int, list[FixedRagged]] = {}
         """The fixed views' ``Ragged``s, by number of rows."""
 
-    @staticmethod
-    def bytes_per_token(context: CacheContext, tables: Sequence[Sequence[int]] | None = None) -> int:
+    @classmethod
+    def bytes_per_token(cls, context: CacheContext, tables: Sequence[Sequence[int]] | None = None) -> int:
         """Bytes of one position's K/V in all layers or, with several tables, in a block of one of them."""
         value, head = context.dtype.itemsize, 0
         if context.kv_dtype == "int8":
             value, head = torch.int8.itemsize, torch.float32.itemsize
         places = _places(context.layers, [range(len(context.layers))] if tables is None else tables)
-        return sum(2 * (width * value + sum(heads.values()) * head) for width, heads in places)
+        kinds = 1 if cls._shares(context.layers) else 2
+        return sum(kinds * (width * value + sum(heads.values()) * head) for width, heads in places)
+
+    @classmethod
+    def _shares(cls, layers: Sequence[AttentionSpec]) -> bool:
+        """Whether V is K."""
+        return cls.view_type.attend is ExtendView.attend and bool(layers) and all(spec.v_is_k for spec in layers)
 
     @property
     def nbytes(self) -> int:

@@ -26,6 +26,9 @@ class AttentionSpec:
     """If set, a logit for each query head that joins the denominator of its softmax and adds no value; fp32, on the
     kernels' device. It is not scaled or capped. The spec is declared before the weights are loaded: the model makes the
     tensor with the spec, and writes the values into it when it loads them."""
+    v_is_k: bool = False
+    """Whether a cache may leave V out and read K in its place, which differs where K is rotated: the model ignores what
+    it gets there."""
 
 
 @dataclass(frozen=True)

@@ -120,15 +120,15 @@ COMPARED: dict[str, Callable[..., Pair | None]] = {
 def wrong_attention(
     kernels: KernelsProtocol, layer: int, spec: AttentionSpec, q_THE: Tensor, k_TKE: Tensor, rotary: Rotary | None
 ) -> Iterator[str]:
-    """A phrase if attention to one sequence, of these queries and keys, and of the keys in reverse as values, is not
-    torch's, rotation and store included."""
+    """A phrase if attention to one sequence, of these queries and keys, and of the keys in reverse as values unless V
+    is K, is not torch's, rotation and store included."""
     T, block = len(q_THE), 16
     v_TKE, blocks = k_TKE.flip(0).contiguous(), -(-T // block)
     storage = KVStorage(CacheContext([spec], 1, T, q_THE.dtype, q_THE.device, kernels), blocks, block)
     view = storage.view(np.arange(blocks, dtype=np.int32)[None], [0], [T])
     found = view.attend(0, q_THE, k_TKE, v_TKE, rotary)
     q, k = (q_THE, k_TKE) if rotary is None else REFERENCE.rope(q_THE, k_TKE, rotary)
-    expected = _attend64(spec, q.double(), k.double(), v_TKE.double())
+    expected = _attend64(spec, q.double(), k.double(), (k if spec.v_is_k else v_TKE).double())
     if (error := _error(found, expected)) > BOUND:
         name = f"{type(kernels).__name__}'s attention of layer {layer}"
         yield f"{name} is wrong: it differs from torch's by {error:.2g} of its norm"

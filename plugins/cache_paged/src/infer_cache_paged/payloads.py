@@ -75,7 +75,8 @@ class Payloads:
         """The tensors that a block consists of, each contiguous."""
         for (layers, parts), page in zip(self._groups[k], block, strict=True):
             for layer in layers:
-                for kv in (self.storage.k[layer], self.storage.v[layer]):
+                keys, values = self.storage.k[layer], self.storage.v[layer]
+                for kv in (keys,) if values is keys else (keys, values):
                     for tensor in (kv.codes, kv.scales) if isinstance(kv, QuantizedKV) else (kv,):
                         yield tensor[page * parts]
 

@@ -31,6 +31,9 @@ Parts = Tensor | torch.dtype | None
 """A tensor for the segments' results; their dtype if the kernel is only compiled; None if one program has all
 segments."""
 
+LARGEST_TILE = 512
+"""The most values of a head that are multiplied at once: rounded up to the next power of 2, those of latent attention
+would take twice as many registers."""
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e38)
 """The start of running maxima; finite, so that the difference of two is 0, not NaN."""
@@ -119,6 +122,7 @@ def extend_kernel(
     K: tl.constexpr,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
+    E_MORE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -129,7 +133,8 @@ def extend_kernel(
     PRECISION: tl.constexpr,
 ):
     """One program computes a tile of queries, of all heads that share one K/V head; with SPLIT, every
-    num_programs(2)-th segment of it. If there are scales, K and V are codes.
+    num_programs(2)-th segment of it. If there are scales, K and V are codes. With E_MORE, a head is cut in two: E_PAD
+    values, and the others.
 
     Scores are exponents of 2: ``scale`` and ``soft_cap`` contain the factor log2(e). tanh(x) is 2 sigmoid(2 x) - 1.
     """
@@ -171,11 +176,14 @@ def extend_kernel(
     real_e = size_e < E
     last_key = start + last_row
 
-    q = tl.load(
-        q_ptr + (offset + query_m).to(tl.int64)[:, None] * stride_qt + head_m[:, None] * stride_qh + size_e[None, :],
-        mask=real_m[:, None] & real_e[None, :],
-        other=0.0,
-    )
+    q_row_m = q_ptr + (offset + query_m).to(tl.int64) * stride_qt + head_m * stride_qh
+    q = tl.load(q_row_m[:, None] + size_e[None, :], mask=real_m[:, None] & real_e[None, :], other=0.0)
+    if E_MORE > 0:
+        more_f = E_PAD + tl.arange(0, E_MORE)
+        real_f = more_f < E
+        q_more = tl.load(q_row_m[:, None] + more_f[None, :], mask=real_m[:, None] & real_f[None, :], other=0.0)
+        more = tl.zeros([BLOCK_M, E_MORE], tl.float32)
+        more_s = more
     table_ptr += sequence.to(tl.int64) * stride_table
     k_ptr += kv_head * E
     v_ptr += kv_head * E
@@ -198,7 +206,15 @@ def extend_kernel(
         v = tl.load(v_ptr + place_n[:, None] + size_e[None, :], mask=real, other=0.0)
         if k_scales_ptr is not None:
             k = k.to(tl.float32).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if E_MORE > 0:
+            real_more = (key_n <= last_key)[:, None] & real_f[None, :]
+            k_more = tl.load(k_ptr + place_n[:, None] + more_f[None, :], mask=real_more, other=0.0)
+            v_more = tl.load(v_ptr + place_n[:, None] + more_f[None, :], mask=real_more, other=0.0)
+            if k_scales_ptr is not None:
+                k_more = k_more.to(tl.float32).to(q.dtype)
+            scores = tl.dot(q_more, tl.trans(k_more), scores, input_precision=PRECISION)
+        scores = scores * scale
         if k_scales_ptr is not None:
             k_scale_n = tl.load(k_scales_ptr + token_n + kv_head, mask=key_n <= last_key, other=0.0)
             scores *= k_scale_n[None, :]
@@ -216,39 +232,54 @@ def extend_kernel(
             v_scale_n = tl.load(v_scales_ptr + token_n + kv_head, mask=key_n <= last_key, other=0.0)
             if q.dtype == tl.float16:  # weights times scales could be too small for it
                 v = (v.to(tl.float32) * v_scale_n[:, None]).to(q.dtype)
+                if E_MORE > 0:
+                    v_more = (v_more.to(tl.float32) * v_scale_n[:, None]).to(q.dtype)
             else:
                 v = v.to(tl.float32).to(q.dtype)
+                if E_MORE > 0:
+                    v_more = v_more.to(tl.float32).to(q.dtype)
                 weights *= v_scale_n[None, :]
         acc_s = tl.dot(weights.to(v.dtype), v, acc_s * decay[:, None], input_precision=PRECISION)
+        if E_MORE > 0:
+            more_s = tl.dot(weights.to(v.dtype), v_more, more_s * decay[:, None], input_precision=PRECISION)
         top_s = new
         done = (i % TILES == TILES - 1) | (i == end - 1)
         if done:
             if SPLIT:
                 part_m = (sequence.to(tl.int64) * H + head_m) * max_segments + own_segment + i // TILES * stride
-                tl.store(acc_ptr + part_m[:, None] * E + size_e[None, :], acc_s, mask=real_m[:, None] & real_e[None, :])
+                acc_m = acc_ptr + part_m[:, None] * E
+                tl.store(acc_m + size_e[None, :], acc_s, mask=real_m[:, None] & real_e[None, :])
+                if E_MORE > 0:
+                    tl.store(acc_m + more_f[None, :], more_s, mask=real_m[:, None] & real_f[None, :])
                 tl.store(sums_ptr + part_m * 2, top_s, mask=real_m)
                 tl.store(sums_ptr + part_m * 2 + 1, total_s, mask=real_m)
             else:
+                if E_MORE > 0:
+                    more = _merge(top, total, more, top_s, total_s, more_s)[2]
                 top, total, acc = _merge(top, total, acc, top_s, total_s, acc_s)
         # Not assigned within the branch: Hopper's matrix unit writes its accumulators on its own time, and a branch
         # that does too makes the compiler wait after each of its instructions.
         top_s = tl.where(done, LOWEST, top_s)
         total_s = tl.where(done, 0.0, total_s)
         acc_s = tl.where(done, 0.0, acc_s)
+        if E_MORE > 0:
+            more_s = tl.where(done, 0.0, more_s)
         # Look up the next tile's blocks one iteration ahead, so that its keys can be loaded while this tile is
         # multiplied.
         next_n = _keys(i + 1, own_segment, stride, TILES, BLOCK_N)
         block_n = tl.load(table_ptr + next_n // BLOCK_SIZE, mask=next_n <= last_key, other=0)
     if not SPLIT:
         if sinks_ptr is not None:
-            top, total, acc = _sink(top, total, acc, tl.load(sinks_ptr + head_m, mask=real_m, other=0.0))
-        place_m = (offset + query_m).to(tl.int64) * (H * E) + head_m * E
-        out = acc / total[:, None]
-        tl.store(
-            out_ptr + place_m[:, None] + size_e[None, :],
-            out.to(out_ptr.dtype.element_ty),
-            mask=real_m[:, None] & real_e[None, :],
-        )
+            sink = tl.load(sinks_ptr + head_m, mask=real_m, other=0.0)
+            if E_MORE > 0:
+                more = _sink(top, total, more, sink)[2]
+            top, total, acc = _sink(top, total, acc, sink)
+        out_m = out_ptr + ((offset + query_m).to(tl.int64) * (H * E) + head_m * E)[:, None]
+        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_m + size_e[None, :], out, mask=real_m[:, None] & real_e[None, :])
+        if E_MORE > 0:
+            out = (more / total[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_m + more_f[None, :], out, mask=real_m[:, None] & real_f[None, :])
 
 
 @triton.jit(do_not_specialize=["max_segments"])
@@ -309,6 +340,7 @@ def extend_attention(
     K, block_size, B = spec.num_kv_heads, k_cache.shape[1], len(ragged.lens)
     (k_memory, k_scales), (v_memory, v_scales) = parts(k_cache), parts(v_cache)
     G, E_PAD = H // K, triton.next_power_of_2(E)
+    whole = min(E_PAD, LARGEST_TILE)
     block_m = max(config.block_m, triton.next_power_of_2(G))
     out_THE = torch.empty((T, H, E), dtype=q_THE.dtype, device=q_THE.device)
     segments = -(-ragged.block_table_BP.shape[1] * block_size // config.segment)
@@ -344,7 +376,8 @@ def extend_attention(
             H=H,
             K=K,
             E=E,
-            E_PAD=E_PAD,
+            E_PAD=whole,
+            E_MORE=triton.next_power_of_2(E - whole) if whole < E else 0,
             SOFT_CAP=spec.soft_cap is not None,
             BLOCK_SIZE=block_size,
             BLOCK_M=block_m,

@@ -104,6 +104,8 @@ class Config:
     grouped: GroupedConfig
 
 
+LARGEST_HEAD = 576
+"""That of latent attention: a latent vector of 512 values and 64 that are rotated."""
 MANY = 1 << 62
 BUSY = 0.9
 """The part of the multiprocessors that have to have a program of a product: 128 programs are enough for 132 of them."""
@@ -118,6 +120,7 @@ FLOAT32 = Config(
         AttentionConfig(128, 256, 16, block_m=32, warps=8, stages=3),
         AttentionConfig(256, 256, 16, block_m=16, warps=4, stages=3),
         AttentionConfig(512, 256, 16, block_m=16, warps=8, stages=1),
+        AttentionConfig(LARGEST_HEAD, 256, 16, block_m=16, warps=8, stages=1),
     ),
     linear=LinearConfig(
         block_k=32,
@@ -142,6 +145,7 @@ AMPERE = Config(
         AttentionConfig(128, 256, 64, block_m=64, warps=8, stages=3),
         AttentionConfig(256, 256, 32, block_m=32, warps=4, stages=3),
         AttentionConfig(512, 256, 16, block_m=32, warps=8, stages=2),
+        AttentionConfig(LARGEST_HEAD, 256, 16, block_m=32, warps=8, stages=1),
     ),
     linear=LinearConfig(
         block_k=64,
@@ -169,6 +173,7 @@ HOPPER = Config(
         AttentionConfig(128, 256, 64, block_m=64, warps=4, stages=3),
         AttentionConfig(256, 256, 32, block_m=64, warps=8, stages=3),
         AttentionConfig(512, 256, 32, block_m=32, warps=8, stages=2),
+        AttentionConfig(LARGEST_HEAD, 256, 16, block_m=32, warps=8, stages=1),
     ),
     # All of at least 64 rows: fewer would be multiplied by other instructions, which add in another order.
     linear=LinearConfig(
@@ -205,7 +210,7 @@ BLACKWELL = Config(
 )
 INTERPRETER = Config(
     # Small tiles, so that small inputs in tests cross many edges.
-    attention=(AttentionConfig(512, 64, 32, block_m=64, warps=1, stages=1),),
+    attention=(AttentionConfig(LARGEST_HEAD, 64, 32, block_m=64, warps=1, stages=1),),
     linear=LinearConfig(
         block_k=32,
         tiles=(

@@ -14,11 +14,12 @@ from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Ro
 from infer.contracts.kernels import Activation, Draws, Expert, ExpertActivation, RecorderProtocol, Routing
 from infer.contracts.states import DeltaRule, StateRows, StateSpace
 from infer.device import CudaRecorder
+from infer.errors import SettingsError
 from infer.kernels.reference import SMALLEST_SUM, ReferenceKernels
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_triton import assembler, attention, elementwise, grouped, matmul, sampling, states
 from infer_kernels_triton import experts as mixture
-from infer_kernels_triton.configs import Config, configs, multiprocessors
+from infer_kernels_triton.configs import LARGEST_HEAD, Config, configs, multiprocessors
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +116,12 @@ class TritonKernels(ReferenceKernels):
         return elementwise.gated(gate_up, activation)
 
     def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
-        tiles = next(c for c in self._config(q_THE.dtype).attention if c.head_size >= spec.head_size)
+        fitting = (c for c in self._config(q_THE.dtype).attention if c.head_size >= spec.head_size)
+        if (tiles := next(fitting, None)) is None:
+            raise SettingsError(
+                f"A head of this model has {spec.head_size} values in the cache, and kernels.backend triton computes "
+                f"{LARGEST_HEAD} at most; use another backend."
+            )
         first = self._first(
             "attention", q_THE.dtype, isinstance(k_cache, QuantizedKV), k_cache.shape[1], spec, spec.sinks_H is None
         )

@@ -8,6 +8,7 @@ from infer_layers.blocks import Attention, GatedMLP, select
 from infer_layers.config import HiddenAct, LayerType, PositiveNumber, config_table, layer_windows, read_config
 from infer_layers.decoder import Decoder, DecoderConfig, DecoderLayer, nth
 from infer_layers.experts import Experts
+from infer_layers.latent import LatentAttention, LatentSizes
 from infer_layers.linear import Embedding, Head, Linear, Norm, RMSNorm
 from infer_layers.mamba import Mamba2, MambaSizes, ShortConv
 from infer_layers.recurrent import DeltaSizes, GatedDeltaNet
@@ -27,6 +28,8 @@ __all__ = [
     "GatedMLP",
     "Head",
     "HiddenAct",
+    "LatentAttention",
+    "LatentSizes",
     "LayerType",
     "Linear",
     "LongRope",

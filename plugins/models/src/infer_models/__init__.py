@@ -8,6 +8,8 @@ from infer import hookimpl
 from infer.contracts.model import ModelRegistration
 from infer_layers import Decoder, DecoderConfig, DecoderLayer
 from infer_models.bamba import BambaConfig
+from infer_models.deepseek_v2 import DeepseekV2Config
+from infer_models.deepseek_v3 import DeepseekV3Config, DeepseekV3Layer, Glm4MoeLiteConfig
 from infer_models.eagle3 import Eagle3Head
 from infer_models.exaone4 import Exaone4Config
 from infer_models.falcon_h1 import FalconH1Config, FalconH1Layer
@@ -15,12 +17,13 @@ from infer_models.gemma2 import Gemma2Config
 from infer_models.gemma3 import Gemma3Config
 from infer_models.gemma4 import Gemma4
 from infer_models.glm4 import Glm4Config
-from infer_models.glm4_moe import Glm4Moe
+from infer_models.glm4_moe import Glm4MoeConfig, Glm4MoeLayer, WithoutFurtherLayers
 from infer_models.gpt_oss import GptOssConfig, GptOssLayer
 from infer_models.granite import GraniteConfig
 from infer_models.granite_hybrid import GraniteMoeHybridConfig, GraniteMoeHybridLayer
 from infer_models.granite_moe import GraniteMoeConfig, GraniteMoeLayer
 from infer_models.hybrid import HybridLayer
+from infer_models.latent import LatentLayer
 from infer_models.lfm2 import Lfm2Config, Lfm2Layer
 from infer_models.lfm2_moe import Lfm2MoeConfig, Lfm2MoeLayer
 from infer_models.llama import LlamaConfig, LlamaLayer
@@ -43,19 +46,24 @@ from infer_models.qwen3_next import Qwen3NextConfig
 from infer_models.qwen3_vl import Qwen3VLConfig
 from infer_models.seed_oss import SeedOssConfig
 from infer_models.smollm3 import SmolLM3Config
+from infer_models.youtu import YoutuConfig
 
 INFER_PLUGIN_API = 2
 
 
 def _decoder(
-    name: str, description: str, schema: type[DecoderConfig], layer: Callable[..., DecoderLayer] = LlamaLayer
+    name: str,
+    description: str,
+    schema: type[DecoderConfig],
+    layer: Callable[..., DecoderLayer] = LlamaLayer,
+    model: type[Decoder] = Decoder,
 ) -> ModelRegistration:
     """The registration of a family made of ``Decoder``. The names of its architectures, with and without a head, follow
     from that of its config class."""
     family = schema.__name__.removesuffix("Config")
     return ModelRegistration(
         name,
-        lambda config, context, settings: Decoder(config, context, schema, layer),
+        lambda config, context, settings: model(config, context, schema, layer),
         description,
         architectures=(f"{family}ForCausalLM", f"{family}Model"),
     )
@@ -90,12 +98,17 @@ def infer_models() -> list[ModelRegistration]:
         _decoder("seed_oss", "Seed-OSS", SeedOssConfig),
         _decoder("gpt_oss", "gpt-oss", GptOssConfig, GptOssLayer),
         _decoder("gemma2", "Gemma 2", Gemma2Config),
-        ModelRegistration(
-            "glm4_moe",
-            lambda config, context, settings: Glm4Moe(config, context),
-            "GLM-4.5 and 4.6",
-            architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
+        _decoder("glm4_moe", "GLM-4.5 and 4.6", Glm4MoeConfig, Glm4MoeLayer, WithoutFurtherLayers),
+        _decoder("glm4_moe_lite", "GLM-4.7-Flash", Glm4MoeLiteConfig, DeepseekV3Layer, WithoutFurtherLayers),
+        _decoder("deepseek_v2", "DeepSeek-V2-Lite", DeepseekV2Config, DeepseekV3Layer),
+        _decoder(
+            "deepseek_v3",
+            "DeepSeek-V3 without groups of experts, as Moonlight",
+            DeepseekV3Config,
+            DeepseekV3Layer,
+            WithoutFurtherLayers,
         ),
+        _decoder("youtu", "Youtu-LLM", YoutuConfig, LatentLayer),
         ModelRegistration(
             "gemma3",
             lambda config, context, settings: LanguageModel(config, context, Gemma3Config, LlamaLayer),

@@ -4,14 +4,13 @@ sigmoids with a bias; an MLP for all tokens is added."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
-from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt
+from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt, field_validator
 from torch import Tensor
 
 from infer.contracts.kernels import Routing
-from infer.contracts.model import ModelContext
 from infer.weight import Weight
 from infer_layers import Decoder, Experts, GatedMLP, PositiveNumber, RopeParameters, Weights
 from infer_models.llama import LlamaConfig, LlamaLayer
@@ -29,9 +28,25 @@ class Glm4MoeConfig(LlamaConfig):
     norm_topk_prob: bool = True
     routed_scaling_factor: PositiveNumber = 1.0
     first_k_dense_replace: NonNegativeInt = 1
-    # No published model of this architecture chooses among groups of experts.
-    n_group: Literal[1] = 1
-    topk_group: Literal[1] = 1
+    n_group: int | None = 1
+    selection_bias: ClassVar[str | None] = "gate.e_score_correction_bias"
+
+    @field_validator("n_group")
+    @classmethod
+    def _no_groups(cls, count: int | None) -> int | None:
+        if count not in (None, 1):
+            raise ValueError(
+                f'experts are in {count} groups, which this family does not know; set model.family = "transformers"'
+            )
+        return count
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(self.num_experts_per_tok, "sigmoid", self.norm_topk_prob, self.routed_scaling_factor)
+
+    def sparse(self, index: int) -> bool:
+        """Whether the layer has experts."""
+        return index >= self.first_k_dense_replace
 
     @property
     def biases(self) -> str:
@@ -47,7 +62,7 @@ class Glm4MoeConfig(LlamaConfig):
 
 class Glm4MoeLayer(LlamaLayer):
     def feed_forward(self, w: Weights, name: str, index: int, c: Glm4MoeConfig) -> Callable[[Tensor], Tensor]:
-        if index < c.first_k_dense_replace:
+        if not c.sparse(index):
             return super().feed_forward(w, name, index, c)
         shared_width = c.moe_intermediate_size * c.n_shared_experts
         return Experts(
@@ -56,17 +71,16 @@ class Glm4MoeLayer(LlamaLayer):
             c.hidden_size,
             c.moe_intermediate_size,
             c.n_routed_experts,
-            Routing(c.num_experts_per_tok, "sigmoid", c.norm_topk_prob, c.routed_scaling_factor),
+            c.routing,
             c.hidden_act,
             router_dtype=torch.float32,
-            selection_bias="gate.e_score_correction_bias",
+            selection_bias=c.selection_bias,
             shared=GatedMLP(w, f"{name}.mlp.shared_experts", c.hidden_size, shared_width, c.hidden_act),
         )
 
 
-class Glm4Moe(Decoder):
-    def __init__(self, config: Mapping[str, Any], context: ModelContext) -> None:
-        super().__init__(config, context, Glm4MoeConfig, Glm4MoeLayer)
+class WithoutFurtherLayers(Decoder):
+    """A Decoder whose checkpoint may have layers behind the last one, which predict further tokens."""
 
     def unstack(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         return super().unstack(self._served(tensors))
@@ -75,6 +89,5 @@ class Glm4Moe(Decoder):
         super().load(self._served(tensors))
 
     def _served(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-        """Without the layers behind the last one, which predict further tokens."""
         beyond = f"model.layers.{len(self.layers)}."
         return ((name, tensor) for name, tensor in tensors if not name.startswith(beyond))
