@@ -235,9 +235,15 @@ def compared() -> str:
     logits, long = (count(cases, reference.CASES) for cases in (reference.COMPARED, reference.LONG))
     gguf = count(files.CASES, files.CASES)
     methods = {*readers.COMPARED, ("mxfp4", reference.MXFP4)}
-    mixed, read = ({family.partition(" ")[0] for family in each} for each in (drafts.FAMILIES, drafts.EAGLE))
+    kinds = ((*drafts.FAMILIES, *drafts.BEHIND), drafts.EAGLE)
+    mixed, read = ({family.partition(" ")[0] for family in each} for each in kinds)
     tried: dict[str, dict[str, set[str]]] = {
-        "MTP": {"plain torch": {*heads.FAMILIES}, "mixes": mixed, "GGUF": {*behind.FAMILIES}},
+        "MTP": {
+            "plain torch": {*heads.FAMILIES},
+            "transformers": {*heads.NEXT},
+            "mixes": mixed,
+            "GGUF": {*behind.FAMILIES},
+        },
         "EAGLE-3": {"plain torch": {family for family, *_ in eagle.HEADS_OF.values()}, "mixes": read},
     }
     body = []

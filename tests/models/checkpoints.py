@@ -492,6 +492,39 @@ def with_head(folder: Path, family: Family, *, seed: int = 3, **config: Any) -> 
     return folder
 
 
+def with_next_layer(folder: Path, family: Family, **config: Any) -> Any:
+    """A tiny checkpoint with a draft head behind its last layer, as DeepSeek-V3 and GLM have one. Returns the model
+    of ``transformers`` that has the head's layer as its last one."""
+    whole = make_model(
+        family,
+        tied=False,
+        kv_heads=2,
+        rope="default",
+        window=None,
+        layer_types=None,
+        seed=6,
+        num_hidden_layers=4,
+        **config,
+    )
+    whole.save_pretrained(folder)
+    tokenizer().save(str(folder / "tokenizer.json"))
+    generator = torch.Generator().manual_seed(7)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        D = tensors["model.norm.weight"].shape[0]
+        for name, shape in {"enorm": (D,), "hnorm": (D,), "eh_proj": (D, 2 * D), "shared_head.norm": (D,)}.items():
+            noise = torch.randn(shape, generator=generator)
+            tensors[f"model.layers.3.{name}.weight"] = 1 + 0.3 * noise if len(shape) == 1 else noise / shape[-1] ** 0.5
+        tensors["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+
+    edit_tensors(folder, add)
+    file = folder / "config.json"
+    fields = {"num_hidden_layers": 3, "num_nextn_predict_layers": 1, "mlp_layer_types": None}
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return whole.eval()
+
+
 def write_eagle(
     folder: Path,
     *,

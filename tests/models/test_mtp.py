@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests import support
-from tests.models.checkpoints import VOCAB, Family, edit_tensors, stacked, with_head
+from tests.models.checkpoints import VOCAB, Family, edit_tensors, stacked, with_head, with_next_layer
 from torch import Tensor
 from torch.nn.functional import linear, silu, softmax
 
 from infer.assemble.assembly import Assembly
 from infer.checkpoint.quantize import Quantizer
+from infer.contracts.adapters import LowRank
 from infer.contracts.cache import CacheContext
 from infer.contracts.model import DraftingModel, ModelContext, Pass
 from infer.contracts.sections import Settings
 from infer.errors import CheckpointError
 from infer.plugins.discovery import Plugins
 from infer_cache_slotted import SlottedPool
+from infer_models.glm4_moe import Glm4MoeConfig, Glm4MoeLayer
+from infer_models.mtp import NextLayerModel
 
 FAMILIES: tuple[Family, ...] = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 Tensors = dict[str, Tensor]
@@ -171,3 +175,64 @@ def test_a_head_of_several_layers_is_refused(tmp_path: Path) -> None:
     loaded(folder, draft_head=False)
     with pytest.raises(CheckpointError, match="mtp_num_hidden_layers is 2; infer knows draft heads of 1 layer"):
         loaded(folder)
+
+
+NEXT: tuple[Family, ...] = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", NEXT)
+def test_a_head_behind_the_last_layer_computes_what_transformers_layer_computes(family: Family, tmp_path: Path) -> None:
+    """The layer is transformers'; what stands around it is plain torch."""
+    whole = with_next_layer(tmp_path, family)
+    model, config = loaded(tmp_path)
+    head, tensors = model.draft_head, load_file(tmp_path / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    token_ids_T = torch.randint(VOCAB, (30,), generator=generator)
+    hidden_TD = torch.randn(30, head.hidden_size, generator=generator)
+    positions_T = torch.cat((torch.arange(17), torch.arange(20, 33)))
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        weight = tensors[f"model.layers.3.{name}.weight"]
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]) * weight
+
+    embedded = normed(tensors["model.embed_tokens.weight"][token_ids_T], "enorm")
+    x_TD = linear(torch.cat((embedded, normed(hidden_TD, "hnorm")), dim=-1), tensors["model.layers.3.eh_proj.weight"])
+    angles = whole.model.rotary_emb(x_TD[None], positions_T[None])
+    mask = torch.full((30, 30), -torch.inf).triu(1)[None, None]
+    out = whole.model.layers[3](x_TD[None], attention_mask=mask, position_embeddings=angles)
+    expected_TD = normed((out if isinstance(out, Tensor) else out[0])[0], "shared_head.norm")
+
+    pool = SlottedPool(CacheContext(head.attention, 1, 128, torch.float32, support.CPU, support.KERNELS))
+    pool.allocate(token_ids_T.tolist())
+    found = []
+    for begin, end in ((0, 17), (17, 30)):
+        view = pool.batched_chunked_prefill_view([0], [begin], [end - begin])
+        part = token_ids_T[begin:end], positions_T[begin:end], view, None, hidden_TD[begin:end]
+        found.append(head.forward(Pass(*part)))
+    torch.testing.assert_close(torch.cat(found), expected_TD, atol=1e-4, rtol=1e-4)
+    logits = linear(expected_TD, tensors["lm_head.weight"])
+    torch.testing.assert_close(head.logits(torch.cat(found)), logits, atol=1e-3, rtol=1e-4)
+    assert loaded(tmp_path, draft_head=False)[0].draft_head is None
+
+
+def test_a_head_of_several_layers_behind_the_last_is_refused(tmp_path: Path) -> None:
+    with_next_layer(tmp_path, "glm4_moe")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_nextn_predict_layers": 2}))
+    loaded(tmp_path, draft_head=False)
+    with pytest.raises(CheckpointError, match="num_nextn_predict_layers is 2; infer knows draft heads of 1 layer"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize("draft_head", [True, False])
+def test_adapters_do_not_change_a_head_behind_the_last_layer(draft_head: bool, tmp_path: Path) -> None:
+    with_next_layer(tmp_path, "glm4_moe")
+    config = json.loads((tmp_path / "config.json").read_text())
+    context = ModelContext(support.KERNELS, torch.float32, support.CPU, 128, draft_head, adapter_slots=1)
+    model = NextLayerModel(config, context, Glm4MoeConfig, Glm4MoeLayer)
+    assert model.adapters is not None
+    change = LowRank(torch.ones(2, 48), torch.ones(48, 2), 1.0)
+    for layer, why in ((3, "a layer of the draft head"), (4, "which this model does not have")):
+        with pytest.raises(CheckpointError, match=rf"'model.layers.{layer}.self_attn.q_proj', {why}"):
+            model.adapters.prepare({f"model.layers.{layer}.self_attn.q_proj": change})

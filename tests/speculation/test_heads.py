@@ -54,6 +54,7 @@ from infer_speculation.heads import HeadProposer
 
 F32, BF16 = torch.float32, torch.bfloat16
 FAMILIES = ("qwen3_5", "qwen3_next", "qwen3_5 int8", "qwen3_next int4")
+BEHIND = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "glm4_moe_lite int8", "deepseek_v3 int4")
 EAGLE = {
     "llama eagle3": {},
     "qwen3 eagle3": {"norm_output": True, "norm_before_fc": True},
@@ -211,6 +212,12 @@ def mix(seed: int, families: Sequence[str]) -> None:
 @pytest.mark.parametrize("seed", [*seeds(3), *slowly(*seeds(36)[3:])])
 def test_any_mix_of_requests_has_the_same_events_and_the_drafts_of_the_whole_text(seed: int) -> None:
     mix(seed, FAMILIES)
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("seed", [*seeds(2), *slowly(*seeds(40)[2:])])
+def test_any_mix_of_requests_has_the_same_events_with_a_head_behind_the_last_layer(seed: int) -> None:
+    mix(seed, BEHIND)
 
 
 @pytest.mark.draws

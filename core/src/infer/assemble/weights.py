@@ -122,10 +122,11 @@ class Weights:
                     "or choose draft as engine.speculation."
                 )
             if context.draft_head and not self._has_head(model):
+                head = model.draft_head if isinstance(model, DraftingModel) else None
+                lacking = "" if head is None else f" (no tensor {next(iter(head.expected()))})"
                 raise SettingsError(
                     f'engine.speculation is "{self.settings.engine.speculation}", but the checkpoint has no draft head '
-                    f"that {self.family.whose[0].lower()}{self.family.whose[1:]} knows (no tensors mtp.*); choose "
-                    "ngram or draft."
+                    f"that {self.family.whose[0].lower()}{self.family.whose[1:]} knows{lacking}; choose ngram or draft."
                 )
         self.checkpoint.check_ids(model.vocab_size)
         return model

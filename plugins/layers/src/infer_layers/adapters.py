@@ -55,6 +55,8 @@ class Adapters:
         self.kernels, self.slots = kernels, slots
         self.rows: AdapterRows | None = None
         """Those of the pass that is computed now; None if it has no adapters."""
+        self.draft_head = DRAFT_HEAD
+        """How the paths of the draft head's layers begin."""
         self._places: dict[str, _Place] = {}
 
     def linear(
@@ -96,7 +98,7 @@ class Adapters:
 
     def _place(self, path: str) -> _Place:
         """Raises CheckpointError if no layer of that path can be changed."""
-        if path.startswith(DRAFT_HEAD):
+        if path.startswith(self.draft_head):
             raise CheckpointError(
                 f"The adapter changes {path!r}, a layer of the draft head, which always drafts as the base does; train "
                 "it without these layers."

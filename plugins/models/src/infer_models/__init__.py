@@ -17,7 +17,7 @@ from infer_models.gemma2 import Gemma2Config
 from infer_models.gemma3 import Gemma3Config
 from infer_models.gemma4 import Gemma4
 from infer_models.glm4 import Glm4Config
-from infer_models.glm4_moe import Glm4MoeConfig, Glm4MoeLayer, WithoutFurtherLayers
+from infer_models.glm4_moe import Glm4MoeConfig, Glm4MoeLayer
 from infer_models.gpt_oss import GptOssConfig, GptOssLayer
 from infer_models.granite import GraniteConfig
 from infer_models.granite_hybrid import GraniteMoeHybridConfig, GraniteMoeHybridLayer
@@ -30,7 +30,7 @@ from infer_models.llama import LlamaConfig, LlamaLayer
 from infer_models.ministral import MinistralConfig
 from infer_models.mistral import MistralConfig
 from infer_models.mixtral import MixtralConfig, MixtralLayer
-from infer_models.mtp import MTPModel
+from infer_models.mtp import MTPModel, NextLayerModel
 from infer_models.multimodal import LanguageModel
 from infer_models.nemotron_h import NemotronHConfig, NemotronHLayer
 from infer_models.olmo2 import Olmo2Config
@@ -98,15 +98,15 @@ def infer_models() -> list[ModelRegistration]:
         _decoder("seed_oss", "Seed-OSS", SeedOssConfig),
         _decoder("gpt_oss", "gpt-oss", GptOssConfig, GptOssLayer),
         _decoder("gemma2", "Gemma 2", Gemma2Config),
-        _decoder("glm4_moe", "GLM-4.5 and 4.6", Glm4MoeConfig, Glm4MoeLayer, WithoutFurtherLayers),
-        _decoder("glm4_moe_lite", "GLM-4.7-Flash", Glm4MoeLiteConfig, DeepseekV3Layer, WithoutFurtherLayers),
+        _decoder("glm4_moe", "GLM-4.5 and 4.6", Glm4MoeConfig, Glm4MoeLayer, NextLayerModel),
+        _decoder("glm4_moe_lite", "GLM-4.7-Flash", Glm4MoeLiteConfig, DeepseekV3Layer, NextLayerModel),
         _decoder("deepseek_v2", "DeepSeek-V2-Lite", DeepseekV2Config, DeepseekV3Layer),
         _decoder(
             "deepseek_v3",
             "DeepSeek-V3 without groups of experts, as Moonlight",
             DeepseekV3Config,
             DeepseekV3Layer,
-            WithoutFurtherLayers,
+            NextLayerModel,
         ),
         _decoder("youtu", "Youtu-LLM", YoutuConfig, LatentLayer),
         ModelRegistration(

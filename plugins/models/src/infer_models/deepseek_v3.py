@@ -3,7 +3,7 @@ experts behind some dense layers, without groups of experts."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt
 
@@ -37,6 +37,9 @@ class Glm4MoeLiteConfig(LatentConfig, Glm4MoeConfig):
     def sparse(self, index: int) -> bool:
         types = self.mlp_layer_types
         return super().sparse(index) if types is None else types[index] == "sparse"
+
+    def of_next_layer(self) -> Self:
+        return super().of_next_layer().model_copy(update={"mlp_layer_types": None})
 
 
 class DeepseekV3Layer(LatentLayer, Glm4MoeLayer):

@@ -3,16 +3,15 @@ sigmoids with a bias; an MLP for all tokens is added."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt, field_validator
 from torch import Tensor
 
 from infer.contracts.kernels import Routing
-from infer.weight import Weight
-from infer_layers import Decoder, Experts, GatedMLP, PositiveNumber, RopeParameters, Weights
+from infer_layers import Experts, GatedMLP, PositiveNumber, RopeParameters, Weights
 from infer_models.llama import LlamaConfig, LlamaLayer
 
 
@@ -29,6 +28,8 @@ class Glm4MoeConfig(LlamaConfig):
     routed_scaling_factor: PositiveNumber = 1.0
     first_k_dense_replace: NonNegativeInt = 1
     n_group: int | None = 1
+    num_nextn_predict_layers: NonNegativeInt | None = None
+    """Of the draft head."""
     selection_bias: ClassVar[str | None] = "gate.e_score_correction_bias"
 
     @field_validator("n_group")
@@ -47,6 +48,10 @@ class Glm4MoeConfig(LlamaConfig):
     def sparse(self, index: int) -> bool:
         """Whether the layer has experts."""
         return index >= self.first_k_dense_replace
+
+    def of_next_layer(self) -> Self:
+        """The config of a model of the draft head's layer alone, which has experts."""
+        return self.model_copy(update={"num_hidden_layers": 1, "first_k_dense_replace": 0})
 
     @property
     def biases(self) -> str:
@@ -77,17 +82,3 @@ class Glm4MoeLayer(LlamaLayer):
             selection_bias=c.selection_bias,
             shared=GatedMLP(w, f"{name}.mlp.shared_experts", c.hidden_size, shared_width, c.hidden_act),
         )
-
-
-class WithoutFurtherLayers(Decoder):
-    """A Decoder whose checkpoint may have layers behind the last one, which predict further tokens."""
-
-    def unstack(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-        return super().unstack(self._served(tensors))
-
-    def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
-        super().load(self._served(tensors))
-
-    def _served(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-        beyond = f"model.layers.{len(self.layers)}."
-        return ((name, tensor) for name, tensor in tensors if not name.startswith(beyond))
