@@ -44,7 +44,16 @@ ARCHITECTURES = {
     "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
     "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
     "Qwen3NextForCausalLM": gguf.MODEL_ARCH.QWEN3NEXT,
+    "DeepseekV2ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
+    "DeepseekV3ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
+    "Glm4MoeLiteForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
+    "YoutuForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
 }
+SCORES = {
+    "DeepseekV2ForCausalLM": gguf.ExpertGatingFuncType.SOFTMAX,
+    "DeepseekV3ForCausalLM": gguf.ExpertGatingFuncType.SIGMOID,
+}
+"""How experts are chosen, where config.json says it."""
 GRANITES = (gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.GRANITE_MOE, gguf.MODEL_ARCH.GRANITE_HYBRID)
 NEMOTRON = (gguf.MODEL_ARCH.NEMOTRON_H, gguf.MODEL_ARCH.NEMOTRON_H_MOE)
 LLAMAS = (gguf.MODEL_ARCH.LLAMA, *GRANITES, gguf.MODEL_ARCH.SMOLLM3, *NEMOTRON)
@@ -80,10 +89,12 @@ def write_gguf(
     tokenizer: Callable[[gguf.GGUFWriter, Path], None] | None = None,
     part: int = 0,
     fused: bool = False,
+    whole: bool = False,
 ) -> dict[str, Tensor]:
     """Matrices get the ``type``, all others are F32. Returns the weights that the file holds, by the hub's
     names; ``edit`` may add to the file before it is written. A ``part`` has so many tensors at most. If ``fused``,
-    experts' gates and ups are one tensor, as the converter's ``--fuse-gate-up-exps`` has them."""
+    experts' gates and ups are one tensor, as the converter's ``--fuse-gate-up-exps`` has them; if ``whole``, so are K
+    and V of latent attention, as older converters had them."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
     if arch == gguf.MODEL_ARCH.GRANITE_HYBRID and set(config["layer_types"]) == {"full_attention"}:
@@ -96,11 +107,13 @@ def write_gguf(
     tensors = load_file(folder / "model.safetensors")
     layers, drafting = config["num_hidden_layers"], int(any(name.startswith("mtp.") for name in tensors))
     write_config(writer, arch, config, drafting)
+    if arch == gguf.MODEL_ARCH.DEEPSEEK2:
+        write_latent(writer, config, whole)
     (tokenizer or byte_level)(writer, folder)
     edit(writer, config)
     names = gguf.get_tensor_name_map(arch, layers + drafting)
     held: dict[str, Tensor] = {}
-    for name, given in mixed(tensors, config, fused).items():
+    for name, given in mixed(tensors, config, fused, whole).items():
         dim, order = reordered(arch, name, given, config)
         offset = arch in UNIT_OFFSET and name.endswith(NORMS) and not name.endswith("linear_attn.norm.weight")
         stored = given.float() + 1 if offset else given.index_select(dim, order)
@@ -119,6 +132,9 @@ def write_gguf(
         else:
             held[name] = back
         writer.add_tensor(own, raw, raw_dtype=TYPE[kind])
+    for name in [name for name in held if name.endswith("k_b_proj.weight")]:
+        parts = held.pop(name).mT, held.pop(name.replace("k_b_proj", "v_b_proj"))
+        held[name.replace("k_b_proj", "kv_b_proj")] = torch.cat(parts, dim=1).flatten(0, 1)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -153,6 +169,8 @@ def known_as(config: Mapping[str, Any]) -> dict[str, Any]:
     config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
     config.setdefault("rms_norm_eps", config.get("norm_eps", config.get("layer_norm_epsilon")))
     config.setdefault("rope_parameters", {"rope_theta": 10_000.0})
+    if "kv_lora_rank" in config:
+        config |= {"head_dim": config["qk_rope_head_dim"], "num_key_value_heads": 1}
     if config["architectures"] == ["Lfm2ForCausalLM"]:
         of, width = config["block_multiple_of"], int(2 * config["intermediate_size"] / 3)
         config["intermediate_size"] = (width + of - 1) // of * of
@@ -210,8 +228,9 @@ def falcon_factors(name: str, tensor: Tensor, config: Mapping[str, Any]) -> Any:
     return factors.get(name.removesuffix(".weight").split(".")[-1])
 
 
-def mixed(tensors: dict[str, Tensor], config: Mapping[str, Any], fused: bool) -> dict[str, Tensor]:
-    """Experts stacked as the package names them, gate and up apart unless they are ``fused`` or Gemma 4's."""
+def mixed(tensors: dict[str, Tensor], config: Mapping[str, Any], fused: bool, whole: bool) -> dict[str, Tensor]:
+    """Experts stacked as the package names them, gate and up apart unless they are ``fused`` or Gemma 4's, and K and V
+    of latent attention apart unless they are ``whole``."""
     made: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
@@ -243,6 +262,10 @@ def mixed(tensors: dict[str, Tensor], config: Mapping[str, Any], fused: bool) ->
             kind, values = "bias" if match[3] else "weight", tensor if match[3] else tensor.mT
             halves = {"down": values} if match[2] == "down" else {"gate": values[:, ::2], "up": values[:, 1::2]}
             made |= {f"{match[1]}{part}_proj.{kind}": half.contiguous() for part, half in halves.items()}
+        elif name.endswith("kv_b_proj.weight") and not whole:
+            heads = tensor.view(config["num_attention_heads"], -1, tensor.shape[1])
+            k, v = torch.split_with_sizes(heads, [config["qk_nope_head_dim"], config["v_head_dim"]], dim=1)
+            made |= {name.replace("kv_b", "k_b"): k.mT, name.replace("kv_b", "v_b"): v}
         else:
             made[name] = tensor
     for gate in [name for name in made if fused and ".experts.gate_proj." in name]:
@@ -270,8 +293,9 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
         writer.add_head_count_kv(
             [kv_heads if kind == "full_attention" else 0 for kind in kinds] if hybrid else kv_heads
         )
-        writer.add_key_length(config["head_dim"])
-        writer.add_value_length(config["head_dim"])
+        if arch != gguf.MODEL_ARCH.DEEPSEEK2:
+            writer.add_key_length(config["head_dim"])
+            writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_eos_token_id(config["eos_token_id"])
@@ -368,6 +392,36 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
             writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(factor) / math.log(length)))
             for kind in ("long", "short"):
                 writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+
+
+def write_latent(writer: gguf.GGUFWriter, config: dict[str, Any], whole: bool) -> None:
+    """K and V are those of the one head that is cached, or, if they are ``whole``, those of the heads."""
+    latent, rotated, value = config["kv_lora_rank"], config["qk_rope_head_dim"], config["v_head_dim"]
+    key = config["qk_nope_head_dim"] + rotated
+    if query := config["q_lora_rank"]:
+        writer.add_q_lora_rank(query)
+    writer.add_kv_lora_rank(latent)
+    writer.add_key_length(key if whole else latent + rotated)
+    writer.add_value_length(value if whole else latent)
+    if not whole:
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(value)
+    experts = config.get("n_routed_experts")
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"] if experts else config["num_hidden_layers"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"] if experts else config["intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"] if experts else 0)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        if config.get("norm_topk_prob"):
+            writer.add_expert_weights_norm(True)
+        if (scores := SCORES.get(config["architectures"][0])) is not None:
+            writer.add_expert_gating_func(scores)
+    if (steeper := config["rope_parameters"].get("mscale_all_dim")) is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * steeper)
 
 
 def write_gemma4(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:

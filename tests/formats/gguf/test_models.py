@@ -16,11 +16,12 @@ from safetensors.torch import save_file
 from tests.examples import slowly
 from tests.formats.gguf.files import gemma_pattern, quantized, write_gguf
 from tests.formats.gguf.test_blocks import NUMBERS, random_blocks
-from tests.models.checkpoints import Family, write_checkpoint
+from tests.models.checkpoints import ROPES, Family, write_checkpoint
 from tests.models.test_against_transformers import CASES as MODELS
 from tests.models.test_against_transformers import NEW, PROMPT, TOLERANCE, Driver, expected_logits, prompt
 from torch import Tensor
 
+from infer.checkpoint.tensors import Outlines
 from infer.weight import GroupedWeight
 from infer_formats.gguf import GGUF, GGUFFormat
 from infer_formats.gguf.header import TYPES
@@ -28,6 +29,7 @@ from infer_formats.gguf.names import DeltaHeads
 
 GEMMA: dict[str, Any] = {"family": "gemma3", "query_pre_attn_scalar": 16, "window": 9}
 GEMMA |= {"layer_types": gemma_pattern(6), "num_hidden_layers": 6}
+YARN: dict[str, Any] = {**ROPES["yarn"], "mscale": 0.707, "mscale_all_dim": 0.707}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "tied": False, "head_dim": 20},
     "llama-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
@@ -100,6 +102,19 @@ CASES: dict[str, dict[str, Any]] = {
         "projectors_bias": True,
         "ssm_out_multiplier": 1.0,
     },
+    "deepseek_v2": {"family": "deepseek_v2", "tied": False},
+    "deepseek_v2-lite": {
+        "family": "deepseek_v2",
+        "q_lora_rank": None,
+        "rope_parameters": YARN,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 0,
+    },
+    "deepseek_v3": {"family": "deepseek_v3", "q_lora_rank": None, "n_shared_experts": 2},
+    "deepseek_v3-yarn": {"family": "deepseek_v3", "rope_parameters": YARN, "norm_topk_prob": False},
+    "glm4_moe_lite": {"family": "glm4_moe_lite", "tied": False, "mlp_layer_types": None},
+    "youtu": {"family": "youtu"},
+    "youtu-yarn": {"family": "youtu", "rope": "yarn", "q_lora_rank": None, "tied": False},
 }
 DELTA = ("qwen3_5", "qwen3_next")
 MAMBA = ("granite_hybrid", "nemotron_h", "falcon_h1")
@@ -152,6 +167,31 @@ def test_gates_and_ups_of_experts_may_be_one_tensor(case: str, tmp_path: Path) -
     assert torch.equal(*logits)
 
 
+@pytest.mark.parametrize("type", ["F32", "Q8_0"])
+@pytest.mark.parametrize("family", ["deepseek_v3", *slowly("deepseek_v2", "youtu")])
+def test_keys_and_values_of_latents_may_be_one_tensor(family: Family, type: str, tmp_path: Path) -> None:
+    """As they are in files that older converters wrote."""
+    fields = WIDE | WIDE_LATENT if type == "Q8_0" else {}
+    folder, file = write_checkpoint(tmp_path / "hub", family, **fields), tmp_path / "model.gguf"
+    held = write_gguf(folder, file, type, whole=True)
+    assert {"blk.0.attn_kv_b.weight"} == {
+        name for name in GGUF(file).tensors().names() if re.match(r"blk.0.*v_b", name)
+    }
+    save_file({name: tensor.contiguous() for name, tensor in held.items()}, folder / "model.safetensors")
+    logits = [Driver(path, torch.float32).prefill(prompt(), [PROMPT]) for path in (folder, file)]
+    assert (logits[0] - logits[1]).abs().max() < TOLERANCE
+
+
+def test_latents_without_values(tmp_path: Path) -> None:
+    """A tensor that is put together has its shape on the meta device, too."""
+    folder, file = write_checkpoint(tmp_path / "hub", "deepseek_v3", **WIDE | WIDE_LATENT), tmp_path / "model.gguf"
+    write_gguf(folder, file, "Q8_0")
+    container = GGUF(file)
+    outlines = Outlines(container.tensors())
+    weight = outlines.weight("model.layers.0.self_attn.kv_b_proj.weight", GGUFFormat(container.config(), outlines))
+    assert (weight.shape, weight.device.type) == ((4 * 64, 32), "meta")
+
+
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 WIDE_GEMMA4: dict[str, Any] = {"window": 9, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 64}
 WIDE_GEMMA4 |= {"global_head_dim": 128, "kv_heads": 1, "hidden_size_per_layer_input": 256}
@@ -159,6 +199,8 @@ MIXED_GEMMA4: dict[str, Any] = WIDE_GEMMA4 | {"hidden_size_per_layer_input": 0, 
 MIXED_GEMMA4 |= {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "attention_k_eq_v": True}
 WIDE_NEMOTRON = {"hybrid_override_pattern": "ME*", "moe_intermediate_size": 64, "mamba_head_dim": 16}
 WIDE_NEMOTRON |= {"moe_shared_expert_intermediate_size": 96, "mamba_num_heads": 8, "tied": False}
+WIDE_LATENT = {"kv_lora_rank": 32, "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+WIDE_LATENT |= {"tied": False, "moe_intermediate_size": 64}
 QUANTIZED: dict[str, tuple[Family, dict[str, Any]]] = {
     **{type: ("llama", {"kv_heads": 2}) for type in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")},
     "Q4_1": ("qwen3_moe", {"moe_intermediate_size": 64, "norm_topk_prob": True}),
@@ -175,6 +217,10 @@ QUANTIZED: dict[str, tuple[Family, dict[str, Any]]] = {
     "Q8_0 gemma4-experts": ("gemma4", MIXED_GEMMA4),
     "Q8_0 nemotron_h": ("nemotron_h", WIDE_NEMOTRON),
     "Q6_K gemma4-experts": ("gemma4", MIXED_GEMMA4),
+    "Q8_0 deepseek_v2": ("deepseek_v2", WIDE_LATENT | {"q_lora_rank": None, "rope_parameters": YARN}),
+    "Q5_1 deepseek_v3": ("deepseek_v3", WIDE_LATENT),
+    "IQ4_NL glm4_moe_lite": ("glm4_moe_lite", WIDE_LATENT),
+    "Q4_0 youtu": ("youtu", WIDE_LATENT),
 }
 """By type, and what tells two cases of one type apart."""
 
@@ -218,14 +264,18 @@ def test_quantized_weights_are_those_that_the_package_dequantizes(case: str, tmp
     weights = GGUFFormat(container.config(), container.tensors())
     for name, tensor in (each for pair in held.items() for each in apart(*pair)):
         weight = weights.weight(name)
-        assert isinstance(weight, GroupedWeight) == (tensor.ndim == 2 and type != "F16")
+        split = name.endswith("kv_b_proj.weight")
+        assert isinstance(weight, GroupedWeight) == (tensor.ndim == 2 and type != "F16" and not split)
         assert torch.equal(weight.dequantize() if isinstance(weight, GroupedWeight) else weight, tensor)
     logits = [Driver(path, torch.float32).prefill(prompt(), [PROMPT]) for path in (folder, file)]
     assert (logits[0] - logits[1]).abs().max() < TOLERANCE
     against_transformers(file, folder)
 
 
-@pytest.mark.parametrize(("case", "arch"), [("qwen3_5", "qwen35"), *slowly(("nemotron_h-experts", "nemotron_h_moe"))])
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    [("qwen3_5", "qwen35"), ("deepseek_v3", "deepseek2"), *slowly(("nemotron_h-experts", "nemotron_h_moe"))],
+)
 def test_drafting_layers_are_left_out(case: str, arch: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "hub", **CASES[case])
     files = [tmp_path / "model.gguf", tmp_path / "drafts.gguf"]
@@ -240,6 +290,8 @@ def test_drafting_layers_are_left_out(case: str, arch: str, tmp_path: Path) -> N
                 held[key].value = [*each, value]
         writer.add_tensor("blk.4.nextn.eh_proj.weight", torch.ones(48, 96).numpy())
         writer.add_tensor("blk.4.attn_q.weight", torch.ones(128, 48).numpy())
+        if arch == "deepseek2":
+            writer.add_tensor("blk.4.attn_k_b.weight", torch.ones(4, 20, 12).numpy())
         if "moe" in arch:
             writer.add_tensor("blk.4.ffn_up_exps.weight", torch.ones(6, 24, 48).numpy())
 

@@ -15,8 +15,9 @@ from infer.errors import CheckpointError
 from infer_formats.gguf.gemma import GEMMA_27B_LAYERS, gemma, gemma4
 from infer_formats.gguf.header import TensorInfo
 from infer_formats.gguf.hybrids import delta_nets, granite, short_convolutions, squared_experts, state_space
+from infer_formats.gguf.latent import chosen_experts, latent_attention
 from infer_formats.gguf.metadata import Metadata
-from infer_formats.gguf.names import CONVOLVED, DELTA, MIXTURES, NEMOTRON, TURNED
+from infer_formats.gguf.names import CONVOLVED, DELTA, LATENT, MIXTURES, NEMOTRON, TURNED
 from infer_formats.gguf.rope import rope_scaling
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ ARCHITECTURES = {
     "qwen35": "Qwen3_5ForCausalLM",
     "qwen35moe": "Qwen3_5MoeForCausalLM",
     "qwen3next": "Qwen3NextForCausalLM",
+    "deepseek2": "DeepseekV3ForCausalLM",
 }
 DTYPES = {"F32": "float32", "F16": "float16"}
 """The dtype to compute in, by the type of most weights; bfloat16 for all others."""
@@ -58,6 +60,7 @@ WINDOWLESS = (
     *MAMBA,
     *CONVOLVED,
     *DELTA,
+    *LATENT,
 )
 """Architectures that are read without sliding windows only."""
 HYBRID_KEYS = tuple(
@@ -88,8 +91,11 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{meta.path} lacks 'token_embd.weight'.")
     heads, hidden = meta.size(at("attention.head_count")), meta.size(at("embedding_length"))
-    head_dim = meta.whole(at("attention.key_length"), least=1) or hidden // heads
-    if not head_dim or meta.whole(at("attention.value_length"), head_dim) != head_dim:
+    if arch in LATENT:
+        head_dim = meta.size(at("rope.dimension_count"))
+    else:
+        head_dim = meta.whole(at("attention.key_length"), least=1) or hidden // heads
+    if not head_dim or arch not in LATENT and meta.whole(at("attention.value_length"), head_dim) != head_dim:
         raise CheckpointError(
             f"{meta.path}: the heads' keys have {head_dim} values; infer needs as many as the values have, and one at "
             "least."
@@ -129,7 +135,7 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
             rotated + 0.5
         ) / head_dim  # rounded down to ``rotated``, whatever head_dim is
     if experts:
-        config |= _mixture(meta, arch, experts)
+        config |= _mixture(meta, arch, experts, tensors)
     if arch in TURNED:
         biased = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
         ends = {name.split(".", 2)[-1] for name in tensors if name.startswith("blk.")}
@@ -158,6 +164,8 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
         config |= delta_nets(meta, arch, tensors)
     elif arch in CONVOLVED:
         config |= short_convolutions(meta, arch, config, kv_heads)
+    elif arch in LATENT:
+        config |= latent_attention(meta, arch, tensors, config)
     elif arch == "gemma4":
         config |= gemma4(meta, tensors, read) | {"sliding_window": window}
     elif arch not in TURNED:
@@ -185,22 +193,24 @@ def _dtype(tensors: Mapping[str, TensorInfo]) -> str:
     return DTYPES.get(counts.most_common(1)[0][0], "bfloat16") if counts else "float32"
 
 
-def _mixture(meta: Metadata, arch: str, experts: int) -> dict[str, Any]:
+def _mixture(meta: Metadata, arch: str, experts: int, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     """What the config of a mixture of experts has beside the others. Whether shares add up to 1 follows from the
     architecture."""
     at = functools.partial("{}.{}".format, arch)
     for key in ("expert_shared_feed_forward_length", "expert_shared_count"):
-        if arch not in ("granitehybrid", "nemotron_h_moe", *DELTA) and meta.whole(at(key), 0):
+        if arch not in ("granitehybrid", "nemotron_h_moe", *DELTA, *LATENT) and meta.whole(at(key), 0):
             raise meta.bad(at(key), f"0: infer reads no shared experts of {arch} from GGUF")
     config: dict[str, Any] = {"num_experts_per_tok": meta.size(at("expert_used_count"))}
     if width := meta.whole(at("expert_feed_forward_length")):
-        apart = arch in ("qwen3moe", "lfm2moe", "gemma4", "nemotron_h_moe", *DELTA)
+        apart = arch in ("qwen3moe", "lfm2moe", "gemma4", "nemotron_h_moe", *DELTA, *LATENT)
         config |= {"moe_intermediate_size" if apart else "intermediate_size": width}
     if arch in DELTA:
         shared = meta.size(at("expert_shared_feed_forward_length"))
         return config | {"num_experts": experts, "shared_expert_intermediate_size": shared}
     if arch == "nemotron_h_moe":
         config |= squared_experts(meta, arch)
+    if arch in LATENT:
+        config |= chosen_experts(meta, arch, tensors)
     if arch == "gemma4":
         top = config.pop("num_experts_per_tok")
         return config | {"num_experts": experts, "top_k_experts": top, "enable_moe_block": True}

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from infer.contracts.weights import TensorFilesProtocol
 from infer.errors import CheckpointError
-from infer.weight import GroupedWeight, Weight
+from infer.weight import GroupedWeight, Weight, joined
 from infer_formats.gguf import config, names, tokenizer
 from infer_formats.gguf.blocks import PLAIN, weight_of
 from infer_formats.gguf.gemma import GEMMA_27B_LAYERS
 from infer_formats.gguf.header import TensorInfo, read_header
+from infer_formats.gguf.latent import LatentHeads
 from infer_formats.gguf.metadata import Metadata
 from infer_formats.gguf.rope import FACTORS
 
@@ -35,6 +36,7 @@ SAMPLING = {
 
 UNIT_OFFSET = (*GEMMA_27B_LAYERS, *names.DELTA)
 """Architectures whose models add 1 to the weights of norms."""
+LATENT_SIZES = ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
 DELTA_SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
 
 
@@ -144,18 +146,21 @@ class GGUFFormat:
         self._head_size = given["head_dim"]
         delta = blocks.architecture in names.DELTA
         self._delta = names.DeltaHeads(*(given[f"linear_{key}"] for key in DELTA_SIZES)) if delta else None
+        latent = blocks.architecture in names.LATENT
+        self._latent = LatentHeads(*(given[key] for key in LATENT_SIZES)) if latent else None
         self._names: dict[str, list[Place]] = {}
         """For each of the hub's tensors, what it consists of."""
         count = given.get("num_experts") or given.get("num_local_experts") or 0
         layers = given["num_hidden_layers"]
+        beyond = range(layers, layers + given.get("num_nextn_predict_layers", 0))
         for name in sorted(blocks.names(), key=lambda name: any(part in name for part in names.SECOND)):
-            if name in FACTORS:
+            if name in FACTORS or names.layer(name) in beyond:
                 continue
             if not (experts := names.expert_names(blocks.architecture, name)):
                 hub = names.hub_name(blocks.architecture, name)
                 held = self._held(hub, layers)
                 held.append(Place(name))
-                if len(held) > 1 + hub.endswith((names.GATE_AND_UP, names.QKVZ)):
+                if len(held) > 1 + hub.endswith(names.PAIRS):
                     raise CheckpointError("The checkpoint holds a tensor under two names.")
                 continue
             if len(shape := blocks.infos[name].shape) < 2 or shape[0] != count:
@@ -182,12 +187,14 @@ class GGUFFormat:
         order_N = rows
         if self._delta is not None and name.endswith(names.QKVZ):
             order_N = self._delta.interleaved(len(rows))
+        elif self._latent is not None and name.endswith(names.KV_B):
+            order_N = names.by_head([part.shape[0] for part in parts], self._latent.count)
         elif names.MIXTURES[self._files.architecture].interleaved:
             order_N = rows.view(len(parts), -1).t().flatten()
         grouped = [part for part in parts if isinstance(part, GroupedWeight)]
         if len(grouped) == len(parts) and all(map(grouped[0].stacks_with, grouped)):
             return GroupedWeight.stack(grouped).rows(order_N)
-        return torch.cat([part.dequantize() if isinstance(part, GroupedWeight) else part for part in parts])[order_N]
+        return joined([part.dequantize() if isinstance(part, GroupedWeight) else part for part in parts])[order_N]
 
     def _part(self, place: Place) -> Weight:
         own, architecture = place.name, self._files.architecture
@@ -196,6 +203,8 @@ class GGUFFormat:
             rows = info.shape[1] // place.parts
             info = replace(info, shape=(rows, *info.shape[2:]))
             raw = raw[place.expert].narrow(0, place.part * rows, rows)
+        if self._latent is not None and (part := self._latent.rows(own, info, raw)) is not None:
+            return part
         weight = weight_of(own, info, raw)
         if architecture in names.TURNED and own.split(".")[-2] in ("attn_q", "attn_k"):
             order_N = names.row_order(weight.shape[0], self._head_size)

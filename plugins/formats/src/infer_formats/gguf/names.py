@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,8 @@ CONVOLVED = ("lfm2", "lfm2moe")
 """Architectures with short convolutions."""
 DELTA = ("qwen35", "qwen35moe", "qwen3next")
 """Those with gated delta nets."""
+LATENT = ("deepseek2",)
+"""Those with latent attention."""
 DRAFTING = (*DELTA, "nemotron_h_moe")
 """Those whose last layers may be a draft head."""
 TILED = ("qwen35", "qwen35moe")
@@ -122,9 +124,23 @@ DELTA_NET = {
 }
 """Names within Qwen3.5."""
 GATE_AND_UP, QKVZ = "shared_mlp.input_linear.weight", "linear_attn.in_proj_qkvz.weight"
+KV_B = "self_attn.kv_b_proj.weight"
+PAIRS = (GATE_AND_UP, QKVZ, KV_B)
 """The ends of the hub's names of tensors that are two in a file."""
-SECOND = (".ffn_up", ".attn_gate")
+SECOND = (".ffn_up", ".attn_gate", ".attn_v_b")
 """What the names of the second of two such tensors contain."""
+LATENT_ATTENTION = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    **{f"attn_{part}_b": KV_B.removesuffix(".weight") for part in ("k", "v", "kv")},
+    "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+}
+"""Names within DeepSeek's models."""
 WITHIN_OF = {
     **dict.fromkeys(TILED, DELTA_NET),
     "qwen3next": {
@@ -163,6 +179,7 @@ WITHIN_OF = {
         **{f"post_ffw_norm_{i}": f"post_feedforward_layernorm_{i}" for i in (1, 2)},
     },
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    **dict.fromkeys(LATENT, LATENT_ATTENTION),
     "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
     "qwen3moe": {"ffn_gate_inp": "mlp.gate"},
     "olmoe": {"ffn_gate_inp": "mlp.gate"},
@@ -194,7 +211,14 @@ MIXTURES = {
     "gpt-oss": Mixture("mlp.experts", "gate_up_proj", "gate_up_proj", interleaved=True),
     "gemma4": Mixture("experts"),
     "nemotron_h_moe": Mixture("mixer.experts"),
+    "deepseek2": Mixture(),
 }
+
+
+def layer(name: str) -> int | None:
+    """The number of the layer that a tensor belongs to; None if it belongs to none."""
+    match = re.match(r"blk\.(\d{1,9})\.", name)
+    return None if match is None else int(match[1])
 
 
 def hub_name(arch: str, name: str) -> str:
@@ -269,8 +293,14 @@ class DeltaHeads(NamedTuple):
         sizes = (self.keys * self.key_size,) * 2 + (self.values * self.value_size,) * 2
         if sum(sizes) != rows:
             return torch.arange(rows)  # the model says what is wrong with the shape
-        parts = torch.split_with_sizes(torch.arange(rows), sizes)
-        return torch.cat([part.view(self.keys, -1) for part in parts], dim=1).flatten()
+        return by_head(sizes, self.keys)
+
+
+def by_head(sizes: Sequence[int], heads: int) -> Tensor:
+    """The order that brings the rows of parts, which so many heads share equally, into that of the heads: each with its
+    own of all parts."""
+    parts = torch.split_with_sizes(torch.arange(sum(sizes)), list(sizes))
+    return torch.cat([part.view(heads, -1) for part in parts], dim=1).flatten()
 
 
 def _columns(weight: Weight, order: Tensor) -> Weight:
