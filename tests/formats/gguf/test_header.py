@@ -255,6 +255,50 @@ MIXED: dict[str, tuple[Family, str, Any, str]] = {
         4,
         "expert_group_count is 4; it has to be 1: infer chooses no groups of experts",
     ),
+    "latent key": (
+        "deepseek_v3",
+        "deepseek2.attention.key_length_mla",
+        None,
+        "does not say deepseek2.attention.key_length_mla",
+    ),
+    "latent size": (
+        "deepseek_v3",
+        "deepseek2.attention.value_length_mla",
+        12,
+        r"'blk.0.attn_v_b.weight' has shape \[4, 10, 20\]; by the settings of the file, it has to be \[4, 12, 20\]",
+    ),
+    "latent rank": (
+        "deepseek_v3",
+        "deepseek2.attention.kv_lora_rank",
+        None,
+        "does not say deepseek2.attention.kv_lora",
+    ),
+    "latent rotation": (
+        "youtu",
+        "deepseek2.rope.dimension_count",
+        20,
+        "key_length_mla is 20; it has to be more than rope.dimension_count, 20",
+    ),
+    "latent temperature": (
+        "deepseek_v2",
+        "deepseek2.attention.temperature_scale",
+        0.1,
+        "temperature_scale is 0.1.*; it has to be 0: infer reads no attention that is scaled by positions",
+    ),
+    "latent gating": (
+        "deepseek_v3",
+        "deepseek2.expert_gating_func",
+        4,
+        "expert_gating_func is 4; it has to be 1, a softmax, or 2, a sigmoid",
+    ),
+    "latent groups": ("deepseek_v3", "deepseek2.expert_group_count", 8, "n_group: .*experts are in 8 groups"),
+    "latent shares": ("deepseek_v2", "deepseek2.expert_weights_norm", True, "norm_topk_prob.*False"),
+    "latent layers": (
+        "deepseek_v3",
+        "deepseek2.nextn_predict_layers",
+        4,
+        "nextn_predict_layers is 4; it has to be fewer than block_count, 4",
+    ),
     "gating": ("lfm2_moe", "lfm2moe.expert_gating_func", 1, "expert_gating_func is 1; it has to be 2, a sigmoid"),
 }
 

@@ -189,6 +189,7 @@ def test_latents_without_values(tmp_path: Path) -> None:
     container = GGUF(file)
     outlines = Outlines(container.tensors())
     weight = outlines.weight("model.layers.0.self_attn.kv_b_proj.weight", GGUFFormat(container.config(), outlines))
+    assert isinstance(weight, Tensor)
     assert (weight.shape, weight.device.type) == ((4 * 64, 32), "meta")
 
 

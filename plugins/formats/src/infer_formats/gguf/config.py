@@ -95,7 +95,7 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
         head_dim = meta.size(at("rope.dimension_count"))
     else:
         head_dim = meta.whole(at("attention.key_length"), least=1) or hidden // heads
-    if not head_dim or arch not in LATENT and meta.whole(at("attention.value_length"), head_dim) != head_dim:
+    if not head_dim or (arch not in LATENT and meta.whole(at("attention.value_length"), head_dim) != head_dim):
         raise CheckpointError(
             f"{meta.path}: the heads' keys have {head_dim} values; infer needs as many as the values have, and one at "
             "least."

@@ -188,7 +188,7 @@ class GGUFFormat:
         if self._delta is not None and name.endswith(names.QKVZ):
             order_N = self._delta.interleaved(len(rows))
         elif self._latent is not None and name.endswith(names.KV_B):
-            order_N = names.by_head([part.shape[0] for part in parts], self._latent.count)
+            order_N = names.by_head([part.shape[0] for part in parts], self._latent.heads)
         elif names.MIXTURES[self._files.architecture].interleaved:
             order_N = rows.view(len(parts), -1).t().flatten()
         grouped = [part for part in parts if isinstance(part, GroupedWeight)]

@@ -22,10 +22,10 @@ SOFTMAX, SIGMOID = 1, 2
 
 
 class LatentHeads(NamedTuple):
-    """How many heads share a latent vector, and the sizes of that vector, of a head's K without the rotated part, and of
-    its V."""
+    """How many heads share a latent vector, and the sizes of that vector, of a head's K without the rotated part, and
+    of its V."""
 
-    count: int
+    heads: int
     latent: int
     plain: int
     value: int
@@ -34,9 +34,9 @@ class LatentHeads(NamedTuple):
         """The rows of ``KV_B`` that the tensor of these bytes holds; None if it holds none. Raises CheckpointError."""
         part = name.removesuffix(".weight").rpartition(".")[2]
         shape = {
-            "attn_k_b": (self.count, self.latent, self.plain),  # transposed, since queries are multiplied by it
-            "attn_v_b": (self.count, self.value, self.latent),
-            "attn_kv_b": (self.count * (self.plain + self.value), self.latent),
+            "attn_k_b": (self.heads, self.latent, self.plain),  # transposed, since queries are multiplied by it
+            "attn_v_b": (self.heads, self.value, self.latent),
+            "attn_kv_b": (self.heads * (self.plain + self.value), self.latent),
         }.get(part)
         if shape is None:
             return None
