@@ -263,9 +263,9 @@ MIXED: dict[str, tuple[Family, str, Any, str]] = {
     ),
     "latent size": (
         "deepseek_v3",
-        "deepseek2.attention.value_length_mla",
-        12,
-        r"'blk.0.attn_v_b.weight' has shape \[4, 10, 20\]; by the settings of the file, it has to be \[4, 12, 20\]",
+        "deepseek2.attention.key_length_mla",
+        24,
+        r"'blk.0.attn_k_b.weight' has shape \[4, 20, 12\]; by the settings of the file, it has to be \[4, 20, 16\]",
     ),
     "latent rank": (
         "deepseek_v3",
@@ -291,7 +291,6 @@ MIXED: dict[str, tuple[Family, str, Any, str]] = {
         4,
         "expert_gating_func is 4; it has to be 1, a softmax, or 2, a sigmoid",
     ),
-    "latent groups": ("deepseek_v3", "deepseek2.expert_group_count", 8, "n_group: .*experts are in 8 groups"),
     "latent shares": ("deepseek_v2", "deepseek2.expert_weights_norm", True, "norm_topk_prob.*False"),
     "latent layers": (
         "deepseek_v3",

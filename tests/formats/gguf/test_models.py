@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,8 @@ from tests.models.test_against_transformers import CASES as MODELS
 from tests.models.test_against_transformers import NEW, PROMPT, TOLERANCE, Driver, expected_logits, prompt
 from torch import Tensor
 
-from infer.checkpoint.tensors import Outlines
+from infer import LLM, SamplingParams
+from infer.errors import CheckpointError
 from infer.weight import GroupedWeight
 from infer_formats.gguf import GGUF, GGUFFormat
 from infer_formats.gguf.header import TYPES
@@ -182,15 +185,38 @@ def test_keys_and_values_of_latents_may_be_one_tensor(family: Family, type: str,
     assert (logits[0] - logits[1]).abs().max() < TOLERANCE
 
 
+@pytest.mark.slow
 def test_latents_without_values(tmp_path: Path) -> None:
-    """A tensor that is put together has its shape on the meta device, too."""
+    """A tensor that is put together has its shape on the meta device, too, without torch's compiler."""
     folder, file = write_checkpoint(tmp_path / "hub", "deepseek_v3", **WIDE | WIDE_LATENT), tmp_path / "model.gguf"
     write_gguf(folder, file, "Q8_0")
-    container = GGUF(file)
-    outlines = Outlines(container.tensors())
-    weight = outlines.weight("model.layers.0.self_attn.kv_b_proj.weight", GGUFFormat(container.config(), outlines))
-    assert isinstance(weight, Tensor)
-    assert (weight.shape, weight.device.type) == ((4 * 64, 32), "meta")
+    script = f"""
+import sys
+from pathlib import Path
+from infer.checkpoint.tensors import Outlines
+from infer_formats.gguf import GGUF, GGUFFormat
+
+container = GGUF(Path({str(file)!r}))
+outlines = Outlines(container.tensors())
+weight = GGUFFormat(container.config(), outlines).weight("model.layers.0.self_attn.kv_b_proj.weight")
+assert (weight.shape, weight.device.type) == ((4 * 64, 32), "meta")
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_groups_of_experts_are_served_by_transformers(tmp_path: Path) -> None:
+    """The family of infer's own knows none, and says so."""
+    folder, file = write_checkpoint(tmp_path / "hub", "deepseek_v3", n_group=2, topk_group=1), tmp_path / "model.gguf"
+    write_gguf(folder, file)
+    with pytest.raises(CheckpointError, match=r'n_group: experts are in 2 groups, .* model.family = "transformers"'):
+        Driver(file, torch.float32)
+    found = []
+    for path in (folder, file):
+        with LLM(str(path), model={"family": "transformers"}, kernels={"backend": "reference"}) as llm:
+            found.append(llm.generate([prompt()], SamplingParams(temperature=0, max_tokens=8))[0].token_ids)
+    assert found[0] == found[1]
+    assert len(set(found[0])) > 3, "a constant answer shows little"
 
 
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}

@@ -64,7 +64,7 @@ def latent_attention(
         raise meta.bad(at(f"attention.key_length{end}"), f"more than rope.dimension_count, {rotated}")
     if meta.number(at("attention.temperature_scale"), 0.0):
         raise meta.bad(at("attention.temperature_scale"), "0: infer reads no attention that is scaled by positions")
-    unneeded = ("attention.key_length", "attention.value_length", "expert_group_used_count", "expert_shared_count")
+    unneeded = ("attention.key_length", "attention.value_length", "expert_shared_count")
     meta.read.update(map(at, (*unneeded, "expert_gating_func", "leading_dense_block_count")))
     drafting = drafting_layers(meta, arch)
     made = {
@@ -99,6 +99,7 @@ def chosen_experts(meta: Metadata, arch: str, tensors: Mapping[str, TensorInfo])
         "architectures": ["DeepseekV3ForCausalLM" if gating == SIGMOID else "DeepseekV2ForCausalLM"],
         "n_shared_experts": meta.size(at("expert_shared_count")),
         "n_group": meta.whole(at("expert_group_count")),
+        "topk_group": meta.whole(at("expert_group_used_count")),
         "first_k_dense_replace": meta.whole(at("leading_dense_block_count"), 0),
         "norm_topk_prob": meta.truth(at("expert_weights_norm"), False),
         "routed_scaling_factor": meta.number(at("expert_weights_scale"), 0.0) or 1.0,
