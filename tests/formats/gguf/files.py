@@ -265,7 +265,8 @@ def mixed(tensors: dict[str, Tensor], config: Mapping[str, Any], fused: bool, wh
         elif name.endswith("kv_b_proj.weight") and not whole:
             heads = tensor.view(config["num_attention_heads"], -1, tensor.shape[1])
             k, v = torch.split_with_sizes(heads, [config["qk_nope_head_dim"], config["v_head_dim"]], dim=1)
-            made |= {name.replace("kv_b", "k_b"): k.mT, name.replace("kv_b", "v_b"): v}
+            # V first, since nothing says which is.
+            made |= {name.replace("kv_b", "v_b"): v, name.replace("kv_b", "k_b"): k.mT}
         else:
             made[name] = tensor
     for gate in [name for name in made if fused and ".experts.gate_proj." in name]:

@@ -25,6 +25,7 @@ from infer.errors import CheckpointError
 from infer_formats.gguf import GGUF
 from infer_formats.gguf.tokenizer import end_ids
 
+PUBLISHED = {**GGUF_PRE_TOKENIZER_SPLITS, "glm4": GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]}
 CORPUS = [
     "The kettle began it. Don't tell me what they've said: I'LL know 1234567 times, 3.14!\n\n  def f(x):\n\treturn x",
     "Größe, Äpfel und Übermut kosten 12,50 €; naïve Cafés — «oui» d'accord.\r\n\r\n",
@@ -83,12 +84,12 @@ def written(
 @functools.cache
 def trained(pre: str) -> str:
     """A byte-level BPE, trained with the published way to split texts."""
-    made = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken", "falcon3")))
-    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in GGUF_PRE_TOKENIZER_SPLITS)
+    made = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken", "falcon3", "glm4")))
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in PUBLISHED)
     if pre == "smollm":
         made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_])
-    elif pre in GGUF_PRE_TOKENIZER_SPLITS:
-        split = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), "isolated")
+    elif pre in PUBLISHED:
+        split = pre_tokenizers.Split(Regex(PUBLISHED[pre]), "isolated")
         made.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])
     else:
         made.pre_tokenizer = bytes_
@@ -127,6 +128,7 @@ PRES = {
     "dbrx": "olmo2",
     "gpt-4o": "phi3",
     "gpt-2": "qwen2",
+    "glm4": "deepseek2",
 }
 
 

@@ -69,6 +69,7 @@ SPLITS: Mapping[str, Split] = {
     "falcon3": _LLAMA3,
     "falcon-h1": _LLAMA3,
     "lfm2": _LLAMA3,
+    "glm4": Split(_LLAMA3.pattern, whole_words=True),
     "dbrx": _CL100K,
     "smaug-bpe": _CL100K,
     "qwen2": _QWEN2,
