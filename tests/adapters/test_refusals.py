@@ -137,6 +137,7 @@ FITTED: dict[str, tuple[Change, str]] = {
     ),
     "head": (moved("lm_head"), "'lm_head', but the output head cannot be changed by adapters here"),
     "embedding": (moved("model.embed_tokens"), "but the embedding cannot be changed by adapters here"),
+    "latents": (moved("model.layers.0.self_attn.kv_b_proj"), "but the projection that makes K and V of latent vectors"),
     "experts": (moved("model.layers.0.mlp.experts.3.up_proj"), "but experts of a mixture cannot be changed"),
     "infinite": (
         tensors(lambda held: held[f"{Q0}.lora_A.weight"].fill_(torch.inf)),

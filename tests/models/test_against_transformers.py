@@ -1212,6 +1212,34 @@ def test_groups_of_experts_are_refused(tmp_path: Path) -> None:
         Driver(folder, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types has 2 entries, but num_hidden_layers is 4"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary",
+        ),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ({"kv_lora_rank": 21}, "kv_lora_rank is 21 and qk_rope_head_dim 8"),
+    ],
+)
+def test_configs_of_latent_attention_that_are_refused(fields: dict[str, Any], why: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "glm4_moe_lite")
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=why):
+        Driver(folder, torch.float32)
+
+
+def test_only_stretched_positions_sharpen_attention(tmp_path: Path) -> None:
+    """As in transformers: not whatever else stands there."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "factor": 40.0, "mscale_all_dim": 1.0}
+    folder = write_checkpoint(tmp_path, "youtu", rope_parameters=rope)
+    assert Driver(folder, torch.float32).model.attention[0].scale == pytest.approx(20**-0.5)
+    assert (logits_of(folder) - expected_logits(folder, prompt())).abs().max() < TOLERANCE
+
+
 def test_attention_soft_cap_is_ignored_as_transformers_ignores_it(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "gemma3", window=9, attn_logit_softcapping=2.0)
     assert (logits_of(folder) - expected_logits(folder, prompt())).abs().max() < TOLERANCE

@@ -220,6 +220,7 @@ def test_a_head_of_several_layers_behind_the_last_is_refused(tmp_path: Path) -> 
     with_next_layer(tmp_path, "glm4_moe")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_nextn_predict_layers": 2}))
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"model.layers.4.enorm.weight": torch.ones(48)}))
     loaded(tmp_path, draft_head=False)
     with pytest.raises(CheckpointError, match="num_nextn_predict_layers is 2; infer knows draft heads of 1 layer"):
         loaded(tmp_path)

@@ -245,7 +245,9 @@ class Blueprint:
         head = draft_head(model)
         if head is None:
             return yet_to_take
-        own, others = (sum(spec.num_kv_heads * spec.head_size for spec in x.attention) for x in (head, model))
+        own, others = (
+            sum(spec.num_kv_heads * spec.head_size * (2 - spec.v_is_k) for spec in x.attention) for x in (head, model)
+        )
         return yet_to_take + max(0, devices.free_memory(self.device) - yet_to_take) * own // (own + others)
 
     def in_words(self, pool: CachePoolProtocol) -> str:

@@ -71,7 +71,7 @@ def _longest(tokenizer: Tokenizer) -> int:
 
 
 def _tokens(tokenizer: Tokenizer) -> list[str]:
-    """All tokens, one by one unless their ids have gaps: to list them at once holds the GIL for a tenth of a second."""
+    """All tokens, one by one unless their ids have gaps, so that other threads compute in between."""
     size = tokenizer.get_vocab_size()
     found = [token for token in map(tokenizer.id_to_token, range(size)) if token is not None]
     return found if len(found) == size else [*tokenizer.get_vocab()]

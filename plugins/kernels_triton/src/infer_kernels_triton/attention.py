@@ -377,7 +377,7 @@ def extend_attention(
             K=K,
             E=E,
             E_PAD=whole,
-            E_MORE=triton.next_power_of_2(E - whole) if whole < E else 0,
+            E_MORE=max(16, triton.next_power_of_2(E - whole)) if whole < E else 0,
             SOFT_CAP=spec.soft_cap is not None,
             BLOCK_SIZE=block_size,
             BLOCK_M=block_m,

@@ -17,7 +17,12 @@ from infer.errors import CheckpointError
 DRAFT_HEAD = "mtp."
 """What the names of a draft head's layers begin with. Drafts come from the base: whatever they are, answers are the
 same."""
-NOT_LINEAR = {"embed_tokens": "the embedding", "lm_head": "the output head", "experts": "experts of a mixture"}
+NOT_LINEAR = {
+    "embed_tokens": "the embedding",
+    "lm_head": "the output head",
+    "experts": "experts of a mixture",
+    "kv_b_proj": "the projection that makes K and V of latent vectors",
+}
 """Parts of models, by what their paths have in them, that adapters cannot change here."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt
+from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt, model_validator
 
 from infer_layers import PositiveNumber
 from infer_models.glm4_moe import Glm4MoeConfig, Glm4MoeLayer
@@ -33,6 +33,15 @@ class Glm4MoeLiteConfig(LatentConfig, Glm4MoeConfig):
     routed_scaling_factor: PositiveNumber = 1.8
     mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
     """Without it, the first ``first_k_dense_replace`` layers are dense."""
+
+    @model_validator(mode="after")
+    def _types(self) -> Self:
+        if self.mlp_layer_types is not None and len(self.mlp_layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"mlp_layer_types has {len(self.mlp_layer_types)} entries, but num_hidden_layers is "
+                f"{self.num_hidden_layers}"
+            )
+        return self
 
     def sparse(self, index: int) -> bool:
         types = self.mlp_layer_types

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import BaseModel, Field, NonNegativeFloat, PositiveInt, model_validator
 
 from infer.contracts.attention import AttentionSpec
 from infer_layers import LatentAttention, LatentSizes, PositiveNumber, RopeParameters, Weights, config_table, nth
 from infer_models.llama import LlamaConfig, LlamaLayer, Mixer
 
+Whole = Annotated[float, Field(ge=1, le=1)]
 
-class Sharpening(BaseModel, extra="ignore"):
-    """How much steeper attention is made for stretched positions (YaRN)."""
 
+class Stretch(BaseModel, extra="ignore"):
+    """How positions are stretched, and attention is sharpened for it (YaRN)."""
+
+    rope_type: str | None = None
+    type: str | None = None
     factor: PositiveNumber = 1.0
     mscale_all_dim: NonNegativeFloat | None = None
+    partial_rotary_factor: Whole | None = None
+    """Of the rotated part."""
 
-    def __call__(self) -> float:
+    @property
+    def sharpening(self) -> float:
+        if (self.rope_type or self.type or "default") == "default":
+            return 1.0
         return max(1.0, 0.1 * (self.mscale_all_dim or 0.0) * math.log(self.factor) + 1.0)
 
 
@@ -32,8 +41,9 @@ class LatentConfig(LlamaConfig):
     qk_nope_head_dim: PositiveInt = 128
     v_head_dim: PositiveInt = 128
     rope_interleave: bool = True
-    rope_parameters: Sharpening | None = None
-    rope_scaling: Sharpening | None = None
+    rope_parameters: Stretch | None = None
+    rope_scaling: Stretch | None = None
+    partial_rotary_factor: Whole | None = None
 
     @model_validator(mode="after")
     def _heads(self) -> Self:
@@ -48,7 +58,8 @@ class LatentConfig(LlamaConfig):
 
     @property
     def attention_scale(self) -> float:
-        sharper = (self.rope_scaling or self.rope_parameters or Sharpening())()
+        stretches = [each for each in (self.rope_parameters, self.rope_scaling) if each is not None]
+        sharper = max((each.sharpening for each in stretches), default=1.0)
         return float((self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * sharper**2)
 
     def attention(self) -> Sequence[AttentionSpec]:
@@ -56,9 +67,8 @@ class LatentConfig(LlamaConfig):
 
     def ropes(self, config: Mapping[str, Any]) -> Sequence[RopeParameters | None]:
         """Of vectors that have the latent part besides, which is not rotated."""
-        given = config_table(config, "rope_parameters")
-        rotated = int(self.qk_rope_head_dim * given.get("partial_rotary_factor", 1))
-        whole = self.qk_rope_head_dim + self.kv_lora_rank
+        given, rotated = config_table(config, "rope_parameters"), self.qk_rope_head_dim
+        whole = rotated + self.kv_lora_rank
         share = rotated / whole
         if int(whole * share) < rotated:  # the quotient was rounded down
             share = math.nextafter(share, 1.0)

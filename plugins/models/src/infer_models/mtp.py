@@ -61,6 +61,8 @@ class NextLayerModel(Decoder):
         c = self.config
         assert isinstance(c, Glm4MoeConfig)
         self._next = f"{c.layers_name}.{c.num_hidden_layers}"
+        layers = range(c.num_hidden_layers, c.num_hidden_layers + max(1, c.num_nextn_predict_layers or 0))
+        self._beyond = tuple(f"{c.layers_name}.{i}." for i in layers)
         if self.adapters is not None:
             self.adapters.draft_head = f"{self._next}."
         if context.draft_head:
@@ -77,7 +79,7 @@ class NextLayerModel(Decoder):
 
     def _served(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         copies = (f"{self._next}.embed_tokens.", f"{self._next}.shared_head.head.")
-        left_out = copies if self.draft_head is not None else (f"{self._next}.",)
+        left_out = copies if self.draft_head is not None else self._beyond
         return ((name, tensor) for name, tensor in tensors if not name.startswith(left_out))
 
 

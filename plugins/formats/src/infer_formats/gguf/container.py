@@ -154,7 +154,7 @@ class GGUFFormat:
         layers = given["num_hidden_layers"]
         beyond = range(layers, layers + given.get("num_nextn_predict_layers", 0))
         for name in sorted(blocks.names(), key=lambda name: any(part in name for part in names.SECOND)):
-            if name in FACTORS or names.layer(name) in beyond:
+            if name in FACTORS or names.layer_of(name) in beyond:
                 continue
             if not (experts := names.expert_names(blocks.architecture, name)):
                 hub = names.hub_name(blocks.architecture, name)

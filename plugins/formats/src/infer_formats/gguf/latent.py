@@ -97,6 +97,7 @@ def chosen_experts(meta: Metadata, arch: str, tensors: Mapping[str, TensorInfo])
         raise meta.bad(at("expert_gating_func"), f"{SOFTMAX}, a softmax, or {SIGMOID}, a sigmoid")
     return {
         "architectures": ["DeepseekV3ForCausalLM" if gating == SIGMOID else "DeepseekV2ForCausalLM"],
+        "n_routed_experts": meta.size(at("expert_count")),
         "n_shared_experts": meta.size(at("expert_shared_count")),
         "n_group": meta.whole(at("expert_group_count")),
         "topk_group": meta.whole(at("expert_group_used_count")),

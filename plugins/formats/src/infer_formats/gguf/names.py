@@ -215,7 +215,7 @@ MIXTURES = {
 }
 
 
-def layer(name: str) -> int | None:
+def layer_of(name: str) -> int | None:
     """The number of the layer that a tensor belongs to; None if it belongs to none."""
     match = re.match(r"blk\.(\d{1,9})\.", name)
     return None if match is None else int(match[1])
