@@ -89,10 +89,6 @@ class ExtendView:
         if k_TKE is None or v_TKE is None:
             if rotary is not None:
                 q_THE, _ = s.kernels.rope(q_THE, q_THE[:, :1], rotary)
-        elif s.v_is_k:
-            if rotary is not None:
-                q_THE, k_TKE = s.kernels.rope(q_THE, k_TKE, rotary)
-            s.kernels.store_kv(k_TKE, k_TKE, k_cache, v_cache, ragged.flat_T)
         elif rotary is None:
             s.kernels.store_kv(k_TKE, v_TKE, k_cache, v_cache, ragged.flat_T)
         else:
@@ -126,7 +122,7 @@ class KVStorage:
     ) -> None:
         self.block_size = block_size
         self.layers: list[AttentionSpec] = list(context.layers)
-        self.v_is_k = self._shares(self.layers)
+        v_is_k = self._shares(self.layers)
         self.kernels: KernelsProtocol = context.kernels
         self.device = context.device
         tables = [range(len(self.layers))] if tables is None else tables
@@ -140,14 +136,14 @@ class KVStorage:
         parts = parts_of_a_place(self.layers, tables)
         self._parts_U11 = np.array(parts, dtype=np.int32)[:, None, None] if max(parts) > 1 else None
         places = _places(self.layers, tables)
-        halves = [0.0] if self.v_is_k else [0.0, 0.5]
+        halves = [0.0] if v_is_k else [0.0, 0.5]
         memory = [
             [_Memory(num_blocks, block_size, width, heads, context, share=(i + half) / len(places)) for half in halves]
             for i, (width, heads) in enumerate(places)
         ]
         self.k: list[KV] = []
-        self.v: list[KV] = self.k if self.v_is_k else []
-        both = [self.k] if self.v_is_k else [self.k, self.v]
+        self.v: list[KV] = self.k if v_is_k else []
+        both = [self.k] if v_is_k else [self.k, self.v]
         for layer, spec in enumerate(self.layers):
             u, i = place[layer]
             at, part = divmod(i, parts[u])

@@ -200,8 +200,9 @@ class KernelsProtocol(Protocol):
         clamped to at most 7, and the right half is clamped to -7 .. 7."""
 
     def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: KV, v_cache: KV, flat_T: Tensor) -> None:
-        """Write each token's K and V at its flat index into the caches [blocks, block_size, K, E]. Caches are quantized
-        only if the kernels' registration says in ``kv_dtypes`` that they can be."""
+        """Write each token's K and V at its flat index into the caches [blocks, block_size, K, E]. If ``v_cache`` is
+        ``k_cache``, V is K, and ``v_TKE`` is ignored. Caches are quantized only if the kernels' registration says in
+        ``kv_dtypes`` that they can be."""
 
     def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
         """Causal attention of each query over the cached positions of its sequence, up to and including its own;

@@ -156,8 +156,8 @@ def rope_store_kernel(
     NORM: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
 ):
-    """One program handles one token: it writes the rotated q to ``out``, and the rotated K and the V to the caches,
-    quantized if there are scales."""
+    """One program handles one token: it writes the rotated q to ``out``, and the rotated K and the V, if there is one,
+    to the caches, quantized if there are scales."""
     HALF: tl.constexpr = E // 2
     token = tl.program_id(0).to(tl.int64)
     size_e = tl.arange(0, E_PAD // 2)
@@ -175,15 +175,16 @@ def rope_store_kernel(
     _rotate(
         k_ptr, k_cache_ptr, k_scales_ptr, cos, sin, stride_kh, k_weight_ptr, eps, K, K_PAD, E, E_PAD, NORM, UNIT_OFFSET
     )
-    head_k = tl.arange(0, K_PAD)[:, None]
-    whole_e = tl.arange(0, E_PAD)[None, :]
-    real = (head_k < K) & (whole_e < E)
-    v = tl.load(v_ptr + token * stride_vt + head_k * stride_vh + whole_e, mask=real, other=0.0)
-    if v_scales_ptr is not None:
-        scale = _scales(v.to(tl.float32))
-        tl.store(v_scales_ptr + first_head + tl.arange(0, K_PAD), scale, mask=tl.arange(0, K_PAD) < K)
-        v = _codes(v.to(tl.float32), scale)
-    tl.store(v_cache_ptr + place + head_k * E + whole_e, v, mask=real)
+    if v_ptr is not None:
+        head_k = tl.arange(0, K_PAD)[:, None]
+        whole_e = tl.arange(0, E_PAD)[None, :]
+        real = (head_k < K) & (whole_e < E)
+        v = tl.load(v_ptr + token * stride_vt + head_k * stride_vh + whole_e, mask=real, other=0.0)
+        if v_scales_ptr is not None:
+            scale = _scales(v.to(tl.float32))
+            tl.store(v_scales_ptr + first_head + tl.arange(0, K_PAD), scale, mask=tl.arange(0, K_PAD) < K)
+            v = _codes(v.to(tl.float32), scale)
+        tl.store(v_cache_ptr + place + head_k * E + whole_e, v, mask=real)
 
 
 @triton.jit
@@ -268,7 +269,7 @@ def rope_store_kv(
     rope_store_kernel[(T,)](
         q_THE,
         k_TKE,
-        v_TKE,
+        None if v_cache is k_cache else v_TKE,
         cos,
         sin,
         norms and norms.q_weight_E,

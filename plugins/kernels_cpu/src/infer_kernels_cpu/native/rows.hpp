@@ -104,7 +104,7 @@ struct HeadNorms {
 };
 
 // Normalizes and rotates q and k; writes q to ``out`` [T][H][E], and k and v to rows ``places`` of the caches, quantized
-// if the caches are.
+// if the caches are. If the caches are one, v is left out.
 template <class T>
 void rope_store_kv(const T* q, int64_t stride_q, int64_t stride_qh, const T* k, int64_t stride_k, int64_t stride_kh,
                    const T* v, int64_t stride_v, int64_t stride_vh, const float* cos, const float* sin,
@@ -124,7 +124,7 @@ void rope_store_kv(const T* q, int64_t stride_q, int64_t stride_qh, const T* k, 
                 int64_t place = places[t] * K + h;
                 turn(k + t * stride_k + h * stride_kh, norms.k_weight, turned);
                 keep(turned, E, k_cache, place);
-                keep(v + t * stride_v + h * stride_vh, E, v_cache, place);
+                if (v_cache.memory != k_cache.memory) keep(v + t * stride_v + h * stride_vh, E, v_cache, place);
             }
         }
     });

@@ -82,6 +82,9 @@ def rope_store_kv(p: Provider, draw: random.Random) -> None:
     compare("K that rope_store_kv stored", k_cache.flatten(0, 1)[flat], k_exact, dtype, "token")
     equal_bits("V that rope_store_kv stored", v_cache.flatten(0, 1)[flat], v)
     untouched("rope_store_kv", k_cache, before, flat)
+    one = before.clone()
+    p.kernels.rope_store_kv(q, k, v, rotary, one, one, flat)
+    equal_bits("K that rope_store_kv stored where V is K", one, k_cache)
 
 
 @check("store_kv stores each token's K and V at its flat index and changes nothing else", 12)
@@ -94,6 +97,9 @@ def store_kv(p: Provider, draw: random.Random) -> None:
     for name, x, cache, old in zip("KV", (k, v), (k_cache, v_cache), before, strict=True):
         equal_bits(f"{name} that store_kv stored", cache.flatten(0, 1)[flat], x)
         untouched("store_kv", cache, old, flat)
+    one = before[0].clone()
+    p.kernels.store_kv(k, v, one, one, flat)
+    equal_bits("K that store_kv stored where V is K", one, k_cache)
 
 
 def untouched(what: str, cache: Tensor, before: Tensor, flat: Tensor) -> None:
