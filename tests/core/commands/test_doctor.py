@@ -21,6 +21,7 @@ from tests.formats.gguf.files import write_gguf
 from tests.formats.writers import compressed, compressed_config, linear, scheme
 from tests.hub import serving
 from tests.models.checkpoints import with_head, write_checkpoint, write_eagle
+from tests.models_transformers.checkpoints import family_of
 from tests.models_transformers.checkpoints import write as by_transformers
 from tests.support import held, without
 from torch import Tensor
@@ -169,7 +170,8 @@ def test_what_it_says_is_what_is_held_after_loading(case: str, tmp_path: Path, m
 )
 def test_a_model_by_transformers_modules_is_examined_and_starts(name: str, tmp_path: Path) -> None:
     """It has more positions than what needs no look at the memory, and modules that are never filled."""
-    report, settings = examined(by_transformers(tmp_path / "c", name, max_position_embeddings=8192))
+    path = by_transformers(tmp_path / "c", name, max_position_embeddings=8192)
+    report, settings = examined(path, model={"family": family_of(name)})
     assert not report.problems
     loop, served = start(settings, PLUGINS)
     try:

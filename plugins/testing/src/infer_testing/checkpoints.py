@@ -38,6 +38,7 @@ CONFIG: dict[str, Any] = {
     "num_experts": 5,
     "num_local_experts": 5,
     "n_routed_experts": 5,
+    "n_group": 1,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 40,
