@@ -235,7 +235,8 @@ class ReferenceKernels(KernelsProtocol):
         return gate.to(up.dtype) * up
 
     def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: KV, v_cache: KV, flat_T: Tensor) -> None:
-        for x_TKE, cache in ((k_TKE, k_cache), (v_TKE, v_cache))[: 2 - (v_cache is k_cache)]:
+        both = (k_TKE, k_cache), (v_TKE, v_cache)
+        for x_TKE, cache in both[:1] if v_cache is k_cache else both:
             if isinstance(cache, QuantizedKV):
                 codes_TKE, scales_TK = quantize(x_TKE)
                 cache.codes.flatten(0, 1).index_copy_(0, flat_T, codes_TKE)

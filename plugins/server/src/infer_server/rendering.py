@@ -12,7 +12,7 @@ from pydantic_core import from_json, to_json
 from infer.errors import RequestError, capital
 from infer.text import templates
 from infer.text.templates import MAX_CHARS, ChatTemplate, TemplateStyle
-from infer_server.http.children import environment
+from infer_server.http.children import environment, kill
 
 TIMEOUT_S = 5.0
 TRIES = 2
@@ -93,9 +93,7 @@ class Renderer:
     async def _kill(self) -> None:
         if self._process is not None:
             process, self._process = self._process, None
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
+            await kill(process)
 
 
 def _json(value: object) -> bytes:

@@ -47,6 +47,13 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_PREFIXES)}
 
 
+async def kill(process: Process) -> None:
+    """Kill a process that has not ended, and wait until it has."""
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+
+
 class Child:
     """Answers one message after the other, each within ``seconds`` of computing, in a process that may take ``memory``
     bytes more than it had when it was ready.
@@ -126,9 +133,7 @@ class Child:
     async def _kill(self) -> None:
         if self._process is not None:
             process, self._process = self._process, None
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
+            await kill(process)
 
 
 async def _write(process: Process, message: bytes) -> None:
