@@ -36,9 +36,7 @@ class Glm4MoeConfig(LlamaConfig):
     @classmethod
     def _no_groups(cls, count: int | None) -> int | None:
         if count not in (None, 1):
-            raise ValueError(
-                f'experts are in {count} groups, which this family does not know; set model.family = "transformers"'
-            )
+            raise ValueError('this family has no groups of experts; set model.family = "transformers"')
         return count
 
     @property
