@@ -30,13 +30,15 @@ LOADED = re.compile(r"(\S+ \S+) INFO (.*)")
 STEPS = (
     ("model .* is being loaded", "the other model has ended"),
     ("the ending of the checkpoint's file", "settings are read"),
-    ("kernels ", "checkpoint and backends are chosen"),
+    ("tokenizer: ", "tokenizer is read"),
+    ("kernels ", "backends are chosen"),
     ("weights, ", "weights are mapped"),
     ("cache ", "the cache is allocated"),
-    (".* exact: ", "tokenizer and check"),
+    (".* exact: ", "check"),
     ("model .* is loaded", "the server's routes"),
 )
-"""What the log says in turn, and what is done then. The lines of both processes have one clock."""
+"""What the log says, in this turn unless one process does something while another one ends, and what is done then. The
+lines of both processes have one clock."""
 
 
 def settings(folder: Path, args: argparse.Namespace) -> str:
@@ -125,7 +127,7 @@ def parts(lines: Sequence[str], last: datetime) -> dict[str, float]:
         for i, (begin, what) in enumerate(left):
             if re.match(begin, match[2]):
                 found[what] = (at - last).total_seconds()
-                last, left = at, left[i + 1 :]
+                last, left = at, left[:i] + left[i + 1 :]
                 break
     return found
 

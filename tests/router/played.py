@@ -22,6 +22,8 @@ if SAID["kind"] == "spare":
     if orders["settings"].get("dies") == "orders":
         sys.exit(7)
     print("infer: orders taken", flush=True)
+    if not orders["room"]:
+        SAID["then"] = sys.stdin.readline()
     if orders["settings"].get("dies") == "load":
         sys.exit(8)
 print(f"infer: ready on {json.dumps(SAID)}", flush=True)

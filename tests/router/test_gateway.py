@@ -93,6 +93,9 @@ class Machine:
         self.servers.append(server)
         return server
 
+    def expect(self, name: str) -> None:
+        pass
+
     def may_spare(self, room: bool) -> None:
         self.rooms.append(room)
 

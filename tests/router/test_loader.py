@@ -64,6 +64,7 @@ class Machine:
         self.spare_bytes = math.inf
         self.spare = False
         self.sizing_bytes = 0
+        self.expected: list[str] = []
         self.reckoning = 0
         """How many sizes are being told."""
 
@@ -100,6 +101,10 @@ class Machine:
     def held(self) -> int:
         lent = max(0, self.reckoning - 1) * self.sizing_bytes
         return lent + sum(size for each in self.live if isinstance(size := self.sizes[each], int))
+
+    def expect(self, name: str) -> None:
+        assert name not in self.live, "it is loaded already"
+        self.expected.append(name)
 
     def may_spare(self, room: bool) -> None:
         self.spare = self.spare or room
@@ -187,6 +192,26 @@ async def test_the_least_recently_used_one_makes_room() -> None:
             await used(loader, name)
         assert machine.live.keys() == {"a", "c"}
         assert machine.urls["b"] is None
+
+
+async def test_the_machine_knows_what_is_loaded_next_once_others_end() -> None:
+    machine = Machine(a=10, b=10)
+    async with loading(machine) as loader:
+        held = await holding(loader, "a")
+        machine.engine("a").may_end.clear()
+        waiting = asyncio.create_task(used(loader, "b"))
+        await until(lambda: about(loader, "b")["waiting"])
+        await until(lambda: about(loader, "b")["size_bytes"] is not None)
+        await asyncio.sleep(0)
+        assert not machine.expected, "its requests may go on for long"
+        engine = machine.engine("a")
+        await held.end()
+        await until(lambda: engine.ends)
+        assert {*machine.expected} == {"b"}
+        engine.may_end.set()
+        await waiting
+        await used(loader, "b")
+        assert {*machine.expected} == {"b"}
 
 
 async def test_a_load_that_hangs_blocks_no_other_and_is_stopped() -> None:

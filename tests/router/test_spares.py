@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.models.checkpoints import write_checkpoint
 from tests.router.test_machine import MEMORY, SMALL, alive, until
 from tests.serving import HANG_S
 
@@ -161,9 +162,44 @@ async def test_one_that_reads_nothing_holds_up_nobody(monkeypatch: pytest.Monkey
     async with asyncio.timeout(HANG_S), Machine({}) as machine:
         machine._learn([f"{i}{'x' * 1000}" for i in range(4096)])  # more than any pipe takes
         pid = await waiting(machine)
-        process = await machine._spares.take()
-        assert process is not None
-        assert process.pid == pid
+        taken = await machine._spares.take()
+        assert taken is not None
+        assert taken[0].pid == pid
+
+
+async def test_one_that_is_told_beforehand_is_told_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with played(monkeypatch, a={}, b={}) as machine:
+        machine.expect("a")  # nobody waits yet
+        pid = await waiting(machine)
+        machine.expect("a")
+        machine.expect("b")  # one process has orders for one model
+        machine.may_spare(False)
+        engine = await machine.start("a")
+        assert engine.pid == pid
+        assert said(engine)["orders"]["room"] is False
+        assert said(engine)["then"] == "room\n"
+        await waiting(machine)
+        machine.may_spare(False)
+        assert said(await machine.start("b"))["orders"]["room"] is True, (
+            "the next process knows nothing of the last one"
+        )
+
+
+@pytest.mark.parametrize("why", ["another model", "long ago"])
+async def test_what_was_read_for_another_model_or_long_ago_is_not_used(
+    why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with played(monkeypatch, a={}, b={}) as machine:
+        pid = await waiting(machine)
+        machine.expect("a" if why == "long ago" else "b")
+        machine.may_spare(False)
+        if why == "long ago":
+            monkeypatch.setattr("infer_router.machine.ORDERS_S", -1.0)
+        engine = await machine.start("a")
+        assert said(engine)["kind"] == "engine"
+        assert machine.pids == [engine.pid]
+    assert not alive(pid)
+    assert "has read what may no longer hold. It gets a process that begins anew." in caplog.text
 
 
 def test_what_is_learned_is_bounded_and_the_latest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +251,7 @@ async def test_a_process_hears_of_its_own_model_alone(monkeypatch: pytest.Monkey
         second = said(await machine.start("b"))
         again = said(await machine.start("b"))
     assert (first["modules"], second["modules"]) == ([], ["one", "two"])
-    assert second["orders"] == {"settings": settings["b"], "memory": MEMORY, "again": False}
+    assert second["orders"] == {"settings": settings["b"], "memory": MEMORY, "again": False, "room": True}
     assert again["orders"] == second["orders"] | {"again": True}
     assert again["kind"] == "engine"
     assert second["environment"] == again["environment"] == first["environment"]
@@ -241,6 +277,29 @@ async def test_models_that_follow_each_other_share_nothing(capfd: pytest.Capture
     assert [" DEBUG " in text for text in said] == [True, False]
     assert all(" INFO " in text for text in said)
     assert machine.begun == ["spare", "spare"]
+
+
+@pytest.mark.slow
+async def test_what_a_model_is_is_read_while_another_one_ends(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A process as it is: without room, it has read the tokenizer, once, and has no cache."""
+    write_checkpoint(tmp_path, "llama")
+    model = SMALL | {"model": {"path": str(tmp_path)}, "log": {"level": "info"}}
+    async with asyncio.timeout(HANG_S), Machine({"a": model}) as machine:
+        pid = await waiting(machine)
+        machine.expect("a")
+        err = ""
+        while "INFO tokenizer: " not in err:
+            await asyncio.sleep(0.01)
+            err += capfd.readouterr().err
+        (tmp_path / "tokenizer.json").unlink()
+        machine.may_spare(False)
+        engine = await machine.start("a")
+        assert engine.pid == pid
+        assert await engine.healthy()
+        assert "INFO cache " not in err
+        assert "INFO cache " in capfd.readouterr().err
 
 
 @pytest.mark.slow

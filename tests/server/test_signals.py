@@ -150,7 +150,7 @@ def test_a_signal_while_loading_is_no_traceback(number: signal.Signals, tmp_path
     script = (
         "import infer_server.app as app, sys, time\n"
         "from infer.commands.cli import main\n"
-        "def start(settings, plugins):\n"
+        "def start(*given):\n"
         "    print('loading', flush=True)\n"
         "    time.sleep(1000)\n"
         "app.start = start\n"

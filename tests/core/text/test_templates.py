@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
-from tests.models.checkpoints import VOCAB, tokenizer, write_checkpoint
+from tests.models.checkpoints import tokenizer, write_checkpoint
 from tests.serving import TEMPLATE
 
 from infer.assemble.texts import read_texts
@@ -101,7 +101,7 @@ def test_a_served_template_has_that_for_tools(tmp_path: Path) -> None:
     plugins = Plugins.discover()
     for path, expected in (("none", ["without", "with"]), (str(tmp_path / "own.jinja"), ["own", "own"])):
         loaded = load_settings(plugins, env={}, overrides={"model": {"chat_template": path}}, read_file=False)
-        template = read_texts(loaded.settings, plugins, Checkpoint(Folder(folder)), VOCAB).template
+        template = read_texts(loaded.settings, plugins, Checkpoint(Folder(folder))).template
         assert template is not None
         kept = ChatTemplate(**json.loads(json.dumps(template.state)))  # as another process has it
         assert [kept.render(MESSAGES, tools=tools) for tools in ([], TOOLS)] == expected

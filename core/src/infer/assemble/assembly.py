@@ -16,7 +16,7 @@ from infer.assemble.blueprint import Blueprint, attach, draft_head, dtype_name
 from infer.assemble.drafts import speculation
 from infer.assemble.kept import KeptVerdict
 from infer.assemble.served import Served
-from infer.assemble.texts import Texts, grammars, read_tokenizer, tool_format
+from infer.assemble.texts import Texts, check_tokenizer, grammars, read_tokenizer, tool_format
 from infer.contracts.cache import CachePoolProtocol, ForkingPool, LastingPool
 from infer.contracts.model import ModelProtocol
 from infer.contracts.proposer import OwnHead, ProposerProtocol, SecondModel
@@ -44,12 +44,13 @@ from infer.text.grammars import vocabulary
 log = logging.getLogger(__name__)
 
 
-def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
+def start(settings: Settings, plugins: Plugins, assembly: Assembly | None = None) -> tuple[EngineLoop, Served]:
     """Start the engine's thread, and load the model in it. torch's operations run on OpenMP, which gives every thread
-    that computes a team of its own; with more than one team, the members would sleep after every operation."""
+    that computes a team of its own; with more than one team, the members would sleep after every operation. An
+    ``assembly`` of these settings and plugins, if one is given, has read the texts beforehand."""
     served: Served
     settings = compose(settings, plugins)
-    assembly, slots = Assembly(settings, plugins), AdapterSlots(settings.adapters.slots)
+    assembly, slots = assembly or Assembly(settings, plugins), AdapterSlots(settings.adapters.slots)
 
     def make_engine(publish: Callable[..., None]) -> Engine:
         nonlocal served
@@ -86,23 +87,27 @@ def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
 class Assembly(Blueprint):
     """An engine in the making: the parts of its blueprint and those that need the weights. ``load`` makes them all."""
 
+    def read_ahead(self) -> None:
+        """Read what needs neither memory for weights and cache nor anything of the device. Raises InferError."""
+        self.plugins.check_names(self.settings)
+        _ = self.weights, self.dtype, self._texts
+
     def load(self, publish: Callable[..., None]) -> tuple[Engine, Served]:
         """The engine with its model, tried out. What the settings and the checkpoint say is refused before the weights
         are loaded, if it can be. Raises InferError."""
         began, settings = time.perf_counter(), self.settings
         if settings.kernels.threads is not None:
             torch.set_num_threads(settings.kernels.threads)
-        self.plugins.check_names(settings)
+        self.read_ahead()
         formats = self.plugins.candidates("tool_format", settings)
-        weights, dtype = self.weights, self.dtype
-        sampling = weights.checkpoint.sampling if settings.model.generation_config == "auto" else {}
+        sampling = self.checkpoint.sampling if settings.model.generation_config == "auto" else {}
         log.info("engine.max_seq_len: %s", self.length[1])
         max_seq_len, texts = self.max_seq_len, self.texts(self.model.vocab_size)
         graphs, verdict, confirmation = self._checked()
         engine = self._engine(publish, texts, graphs, confirmation)
         log.info(
             "%s: %s on %s, %d positions, exact: %s, loaded in %.1f s",
-            *(settings.model.path, dtype_name(dtype), self.device, max_seq_len, str(verdict.exact).lower()),
+            *(settings.model.path, dtype_name(self.dtype), self.device, max_seq_len, str(verdict.exact).lower()),
             time.perf_counter() - began,
         )
         return engine, self._served(texts, formats, sampling, verdict)
@@ -288,7 +293,8 @@ class Assembly(Blueprint):
         """A further checkpoint, loaded as the first except for what the settings say of that one alone."""
         other = self._second(path, self.max_seq_len)
         model = other.model
-        tokenizer = read_tokenizer(None, other.checkpoint, model.vocab_size, frozenset())
+        tokenizer = read_tokenizer(None, other.checkpoint, frozenset())
+        check_tokenizer(tokenizer, None, other.checkpoint, model.vocab_size)
         return SecondModel(model, other.make_pool(model), tokenizer, other.context.max_seq_len)
 
     def _served(self, texts: Texts, formats: Sequence[Offer], sampling: Mapping[str, Any], verdict: Verdict) -> Served:

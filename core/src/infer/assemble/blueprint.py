@@ -19,7 +19,7 @@ from infer.assemble.devices import choose_device, for_device
 from infer.assemble.identity import identity, packed_identity
 from infer.assemble.kept import KeptWeights, weights_folder
 from infer.assemble.sizes import Sketch, Taken
-from infer.assemble.texts import Texts, read_texts
+from infer.assemble.texts import Texts, check_tokenizer, read_texts
 from infer.assemble.weights import Weights, open_checkpoint
 from infer.checkpoint import Checkpoint, ending
 from infer.contracts.cache import CacheContext, CachePoolProtocol, StatefulPool
@@ -188,8 +188,14 @@ class Blueprint:
             sketch = replace(sketch, nbytes=sketch.nbytes + head.nbytes, peak=peak)
         return sketch
 
+    @cached_property
+    def _texts(self) -> Texts:
+        return read_texts(self.settings, self.plugins, self.checkpoint)
+
     def texts(self, vocab_size: int) -> Texts:
-        return read_texts(self.settings, self.plugins, self.checkpoint, vocab_size)
+        """How a model of so many tokens reads and writes."""
+        check_tokenizer(self._texts.tokenizer, self.settings.model.tokenizer, self.checkpoint, vocab_size)
+        return self._texts
 
     def _check_kv_dtype(self, *offers: Offer) -> None:
         """Raises SettingsError unless all offers know ``cache.kv_dtype``."""

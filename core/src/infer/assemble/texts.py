@@ -34,14 +34,14 @@ class Texts(NamedTuple):
     """None if the model does not reason."""
 
 
-def read_texts(settings: Settings, plugins: Plugins, checkpoint: Checkpoint, vocab_size: int) -> Texts:
+def read_texts(settings: Settings, plugins: Plugins, checkpoint: Checkpoint) -> Texts:
     """The tokenizer, the chat template and the reasoning's tags. Raises CheckpointError, PluginError and
     SettingsError."""
     template = _template(settings.model.chat_template, checkpoint)
     reasoning, reasonings = _reasoning(settings, plugins, template.source if template else "")
     marks = {mark for offer in plugins.offers["tool_format"] for mark in getattr(offer.registration, "marks", ())}
     marks.update(*(tags[:2] for tags in reasonings))
-    return Texts(read_tokenizer(settings.model.tokenizer, checkpoint, vocab_size, marks), template, reasoning)
+    return Texts(read_tokenizer(settings.model.tokenizer, checkpoint, marks), template, reasoning)
 
 
 def tool_format(settings: Settings, offer: Offer, tokenizer: Tokenizer) -> ToolFormat:
@@ -106,9 +106,9 @@ def _tags(settings: Settings, offer: Offer) -> ReasoningTags:
     )
 
 
-def read_tokenizer(path: str | None, checkpoint: Checkpoint, vocab_size: int, marks: Set[str]) -> Tokenizer:
+def read_tokenizer(path: str | None, checkpoint: Checkpoint, marks: Set[str]) -> Tokenizer:
     """The tokenizer, with ``marks`` as ordinary tokens. Raises CheckpointError."""
-    whose = "tokenizer " + (path if path is not None else f"of {checkpoint.path}")
+    whose = _tokenizer_of(path, checkpoint)
     try:
         if path is not None:
             tokenizer = Tokenizer.from_file(path)
@@ -118,19 +118,29 @@ def read_tokenizer(path: str | None, checkpoint: Checkpoint, vocab_size: int, ma
         raise
     except Exception as error:  # the library raises bare Exceptions
         raise CheckpointError(f"The {whose} cannot be read: {error}.") from error
-    # Added tokens may lie beyond the model's vocabulary: Gemma 3's text models have one for images without an
-    # embedding. Other ids end at their number; one behind a gap is refused with the request whose text has it.
-    if (count := tokenizer.get_vocab_size(with_added_tokens=False)) > vocab_size:
-        raise CheckpointError(
-            f"The {whose} has {count} tokens, but the model's ids end at {vocab_size - 1}: it belongs to another model."
-        )
     for id in sorted(checkpoint.eos_token_ids):
         if tokenizer.id_to_token(id) is None:
             raise CheckpointError(
                 f"{checkpoint.path} says that token {id} ends an answer (eos_token_id), but the {whose} has no such "
                 "token: it belongs to another model."
             )
+    log.info("tokenizer: %d tokens", tokenizer.get_vocab_size(with_added_tokens=False))
     return _with_visible_marks(tokenizer, marks)
+
+
+def check_tokenizer(tokenizer: Tokenizer, path: str | None, checkpoint: Checkpoint, vocab_size: int) -> None:
+    """Raises CheckpointError if the tokenizer has more tokens than the model."""
+    # Added tokens may lie beyond the model's vocabulary: Gemma 3's text models have one for images without an
+    # embedding. Other ids end at their number; one behind a gap is refused with the request whose text has it.
+    if (count := tokenizer.get_vocab_size(with_added_tokens=False)) > vocab_size:
+        raise CheckpointError(
+            f"The {_tokenizer_of(path, checkpoint)} has {count} tokens, but the model's ids end at {vocab_size - 1}: "
+            "it belongs to another model."
+        )
+
+
+def _tokenizer_of(path: str | None, checkpoint: Checkpoint) -> str:
+    return "tokenizer " + (path if path is not None else f"of {checkpoint.path}")
 
 
 def _with_visible_marks(tokenizer: Tokenizer, marks: Set[str]) -> Tokenizer:

@@ -404,7 +404,11 @@ class Loader:
             victim.leaving = True
             if not victim.open:
                 self._unload(victim)
-        return placement.answer == "full"
+        if placement.answer == "full":
+            return True
+        if not any(each.state == "loaded" and each.leaving for each in self._models.values()):
+            self._machine.expect(model.name)
+        return False
 
     def _unload(self, model: _Model) -> None:
         engine = model.engine

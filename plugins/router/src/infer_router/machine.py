@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Self
@@ -17,7 +18,7 @@ from typing import Any, Self
 import aiohttp
 
 from infer.errors import EngineDeadError, InferError, SettingsError
-from infer_router.process import FAULT, MODULES, MODULES_ASKED, READY, SIZES, TAKEN, WARM, ending
+from infer_router.process import FAULT, MODULES, MODULES_ASKED, READY, ROOM, SIZES, TAKEN, WARM, ending
 from infer_router.spares import Spares
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ MOST_MODULES = 8192
 WARM_S = 120.0
 """How long such a process may take to import them: many times what it needs on a machine that is not busy."""
 ORDERS_S = 30.0
-"""How long one that has imported them may take to say that it has read what its model is."""
+"""How long one that has imported them may take to say that it has read what its model is, and how long what it has read
+holds: files may change."""
 
 
 class EngineProcess:
@@ -88,7 +90,7 @@ class LocalMachine:
     async def __aexit__(self, *exc: object) -> None:
         self._spares.may_begin(False)
         if (spare := await self._spares.take()) is not None:
-            await _end(spare, 0.0)
+            await _end(spare[0], 0.0)
         live = [process for process in self._live if process.returncode is None]
         await asyncio.gather(*(_end(process, HEALTH_TIMEOUT_S) for process in live))
         await self._session.close()
@@ -107,13 +109,18 @@ class LocalMachine:
         return await self._sized(name, self.memory)
 
     async def _sized(self, name: str, memory: int | None) -> Mapping[str, Any]:
-        async with self._started("sizes", name, memory) as (process, line):
+        settings = {**self._settings[name], "log": {"level": "warning"}}  # what it chooses, the engine says again
+        process = await self._begun("sizes", json.dumps({"settings": settings, "memory": memory}))
+        async with _ended_by_error(process):
+            line = await _said(process, SIZES)
             await _end(process, 0.0)
             found: Mapping[str, Any] = json.loads(line.removeprefix(SIZES))
             return found
 
     async def start(self, name: str) -> EngineProcess:
-        async with self._started("engine", name, self.memory) as (process, line):
+        process = await self._ordered(name) or await self._begun("engine", self._orders(name, room=True))
+        async with _ended_by_error(process):
+            line = await _said(process, READY)
             self._served.add(name)
             await _tell(process, MODULES_ASKED)
             return EngineProcess(process, line.removeprefix(READY).strip(), self._session, self._learn)
@@ -121,35 +128,29 @@ class LocalMachine:
     def _learn(self, modules: Sequence[str]) -> None:
         self._modules = dict.fromkeys(itertools.islice(dict.fromkeys((*modules, *self._modules)), MOST_MODULES))
 
+    def expect(self, name: str) -> None:
+        self._spares.tell(name, self._orders(name, room=False))
+
     def may_spare(self, room: bool) -> None:
         self._spares.may_begin(room)
 
-    @contextlib.asynccontextmanager
-    async def _started(self, kind: str, name: str, memory: int | None) -> Any:
-        """A process and the line by which it says that it is ready. An exception in the block ends it, as does one
-        before it, a cancellation among them. Raises InferError."""
-        settings = dict(self._settings[name])
-        if kind == "sizes":  # what it chooses, the engine says again
-            settings["log"] = {"level": "warning"}
-        first = json.dumps({"settings": settings, "memory": memory, "again": name in self._served})
-        process = await self._ordered(name, first) if kind == "engine" else None
-        if process is None:
-            process = await self._created(kind)
-            async with _ended_by_error(process):
-                await _tell(process, first)
-        async with _ended_by_error(process):
-            yield process, await _said(process, READY if kind == "engine" else SIZES)
+    def _orders(self, name: str, *, room: bool) -> str:
+        again = name in self._served
+        return json.dumps({"settings": self._settings[name], "memory": self.memory, "again": again, "room": room})
 
-    async def _ordered(self, name: str, first: str) -> Process | None:
+    async def _ordered(self, name: str) -> Process | None:
         """The spare process, which has read its orders. None if there is none, or it has not read them."""
         try:
-            if (process := await self._spares.take()) is None:
+            if (spare := await self._spares.take()) is None:
                 return None
+            process, told = spare
             async with _ended_by_error(process):
+                if told is not None and (told.name != name or time.monotonic() - told.at > ORDERS_S):
+                    raise EngineDeadError("the process that waited for it has read what may no longer hold.")
                 async with asyncio.timeout(WARM_S):
                     await _said(process, WARM)
                 async with asyncio.timeout(ORDERS_S):
-                    await _tell(process, first)
+                    await _tell(process, self._orders(name, room=True) if told is None else ROOM)
                     await _said(process, TAKEN)
             return process
         except TimeoutError:
@@ -165,6 +166,12 @@ class LocalMachine:
         assert process.stdin is not None
         told = {"modules": sorted(self._modules), "within_s": WARM_S}
         process.stdin.write(json.dumps(told).encode() + b"\n")  # not drained: it may not have begun to read
+        return process
+
+    async def _begun(self, kind: str, first: str) -> Process:
+        process = await self._created(kind)
+        async with _ended_by_error(process):
+            await _tell(process, first)
         return process
 
     async def _created(self, kind: str) -> Process:

@@ -2,10 +2,11 @@
 
 ``python -m infer_router.process engine|spare|ingress|sizes`` is such a process. Its first line of input is a JSON
 object: the ``settings`` (nested; nothing else is read, neither files nor variables), for an ingress, what its fleet
-takes, and for an engine of several, the ``memory`` that all have and whether it serves ``again`` what another one has
-served. It says ``infer: ready on URL`` when it serves, or why it cannot. A ``spare`` becomes an engine: it has a line
-before that one, with the ``modules`` that engines came to import, imports them, waits for the other line, and says when
-it has read it. With ``sizes``, it says how much memory the model would take, or without ``memory``, how much is free.
+takes, and for an engine of several, the ``memory`` that all have, whether it serves ``again`` what another one has
+served, and whether it has ``room`` by now: without, it reads what takes none, and waits for the line ``room``. It says
+``infer: ready on URL`` when it serves, or why it cannot. A ``spare`` becomes an engine: it has a line before that one,
+with the ``modules`` that engines came to import, imports them, waits for the other line, and says when it has read it.
+With ``sizes``, it says how much memory the model would take, or without ``memory``, how much is free.
 It ends when its input does, which is when its parent has ended in whatever way, and drains on SIGTERM."""
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from infer_router.sizes import PROCESS_BYTES, free, reckon
 log = logging.getLogger(__name__)
 
 WARM, TAKEN = "infer: warm", "infer: orders taken"
+ROOM = "room"
 MODULES_ASKED, MODULES = "modules", "infer: modules "
 READY = "infer: ready on "
 SIZES = "infer: sizes "
@@ -152,13 +154,16 @@ def _prepared(source: IO[str]) -> Any:
 
 
 def _engine(first: Mapping[str, Any], source: IO[str], plugins: Any = None) -> None:
+    from infer.assemble.assembly import Assembly
     from infer.plugins.discovery import Plugins
     from infer_server import app
 
     plugins = plugins or Plugins.discover()
-    before = {*sys.modules}
+    before, room = {*sys.modules}, threading.Event()
 
     def hear(line: str) -> None:
+        if line.strip() == ROOM:
+            room.set()
         if line.strip() == MODULES_ASKED:
             print(f"{MODULES}{json.dumps(sorted({*sys.modules} - before))}", flush=True)
 
@@ -168,7 +173,11 @@ def _engine(first: Mapping[str, Any], source: IO[str], plugins: Any = None) -> N
         from infer.assemble.blueprint import bound_memory
 
         bound_memory(0, max(0, memory - PROCESS_BYTES))  # no larger a cache than by the arithmetic
-    app.run(settings, plugins, described=first.get("again", False))
+    assembly = Assembly(settings, plugins)
+    if not first.get("room", True):
+        assembly.read_ahead()
+        room.wait()
+    app.run(settings, plugins, assembly=assembly, described=first.get("again", False))
 
 
 def _sizes(first: Mapping[str, Any], source: IO[str]) -> None:

@@ -37,6 +37,11 @@ class Machine(Protocol):
         """Load a model. Raises InferError. Whatever else ends it, no process is left."""
         ...
 
+    def expect(self, name: str) -> None:
+        """The model is loaded once others have ended, unless something else happens: what takes none of their memory
+        may begin."""
+        ...
+
     def may_spare(self, room: bool) -> None:
         """Whether a process that waits for a model may begin. One that is there waits on, and is the next model's."""
         ...

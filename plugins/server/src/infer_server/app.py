@@ -17,7 +17,7 @@ from typing import cast
 
 from aiohttp import web
 
-from infer.assemble.assembly import start
+from infer.assemble.assembly import Assembly, start
 from infer.assemble.served import Served
 from infer.contracts.sections import Settings
 from infer.engine.loop import EngineLoop
@@ -56,14 +56,15 @@ SERVICE = web.AppKey("service", Service)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def run(settings: Settings, plugins: Plugins, *, described: bool = False) -> None:
-    """Load the model, serve until SIGINT or SIGTERM, then drain and stop. Routes need not be tried if another server of
-    these plugins and settings has ``described`` them. Raises InferError."""
+def run(settings: Settings, plugins: Plugins, *, assembly: Assembly | None = None, described: bool = False) -> None:
+    """Load the model, serve until SIGINT or SIGTERM, then drain and stop. Something may have been read ahead in an
+    ``assembly``. Routes need not be tried if another server of these plugins and settings has ``described`` them.
+    Raises InferError."""
     sys.setswitchinterval(SWITCH_S)
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: _leave(number))
     sockets = bind(settings.server.host, settings.server.port)
-    engine_loop, served = start(settings, plugins)
+    engine_loop, served = start(settings, plugins, assembly)
     engine_loop.ended.add_done_callback(_leave_soon)
     try:
         log_to_stderr()
