@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.shapes import CONFIGS, QWEN_3, write  # noqa: E402
 from tests.conformance.expected import PEERS as ENGINES  # noqa: E402
 from tests.conformance.expected import runs  # noqa: E402
-from tests.test_rooms import ABOVE, ONLY, PLUGINS, ROOMS, TEXT  # noqa: E402
+from tests.test_rooms import ABOVE, ONLY, PLUGINS, ROOMS, SERVER, TEXT  # noqa: E402
 
 from infer.cache import BlockManager  # noqa: E402
 from infer.commands import COMMANDS  # noqa: E402
@@ -128,7 +128,7 @@ def room_rules() -> str:
         return f"`{name.removeprefix('infer.').replace('.', '/')}`"
 
     body = []
-    for room in (*ROOMS, *sorted(ONLY.keys() - ROOMS)):
+    for room in sorted(ROOMS.keys() | ONLY):
         place = ROOT / room
         file = place if place.is_file() else min(place.glob("**/__init__.py"), key=lambda each: len(each.parts))
         docstring = " ".join((ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split())
@@ -137,13 +137,13 @@ def room_rules() -> str:
         purpose = re.match(r"((?:\S+ ){2,}?\S+?|.+)(?:[:;] | \(|$)", sentence)
         if purpose is None:
             raise ValueError(f"{room} has no docstring that says what it is for")
-        names, groups = [*ROOMS.get(room, ())], []
-        for group, name in ((PLUGINS, "any plugin"), (TEXT, "*text*"), (ABOVE, "*above*")):
+        names, groups = [] if room in ONLY else [*ROOMS[room]], []
+        for group, name in ((PLUGINS, "any plugin"), (TEXT, "*text*"), (ABOVE, "*above*"), (SERVER, "*inside*")):
             if {*group} <= {*names}:
                 names = [each for each in names if each not in group]
                 groups.append(name)
         if room in ONLY:
-            groups.append(f"of infer all but {', '.join(map(code, ONLY[room]))}")
+            groups.append(f"anything of infer but {', '.join(map(code, ONLY[room]))}")
         body.append([code(re.sub(AROUND, "", room)), purpose[1], ", ".join([*map(code, names), *groups])])
     return rows(("room", "what it is for", "never imports"), body)
 
