@@ -37,8 +37,7 @@ STEPS = (
     (".* exact: ", "check"),
     ("model .* is loaded", "the server's routes"),
 )
-"""What the log says, in this turn unless one process does something while another one ends, and what is done then. The
-lines of both processes have one clock."""
+"""What the log says, usually in this order, and what is done then. The lines of both processes have one clock."""
 
 
 def settings(folder: Path, args: argparse.Namespace) -> str:

@@ -15,11 +15,13 @@ from tests.models.checkpoints import write_checkpoint
 from tokenizers import Tokenizer
 
 from infer import LLM, PLUGIN_API, CheckpointError, RequestError, SamplingParams, SettingsError, hookimpl
+from infer.assemble.assembly import start
 from infer.contracts.scheduler import SchedulerRegistration, Sequence
 from infer.contracts.text import ToolFormatRegistration
 from infer.engine.engine import Engine, Message
 from infer.engine.schedulers import ContinuousScheduler
 from infer.plugins.discovery import Plugins
+from infer.settings import load_settings
 from infer.text.tool_formats.reader import scripted
 from infer_tool_formats.objects import bare
 
@@ -88,6 +90,22 @@ def test_the_tokenizer_of_another_model(tmp_path: Path) -> None:
     write(json.dumps(config | {"vocab_size": 8192, "eos_token_id": 5000}))
     with pytest.raises(CheckpointError, match="token 5000 ends an answer"):
         LLM(str(folder), model={"load_format": "dummy"})
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_small_texts_are_read_before_there_is_memory(
+    small: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not small:
+        monkeypatch.setattr("infer.assemble.blueprint.SMALL_TOKENIZER_BYTES", 0)
+    plugins, before = Plugins.discover(), list[str]()
+    settings = load_settings(plugins, env={}, overrides={"model": {"path": "demo"}}, read_file=False).settings
+    with caplog.at_level("INFO"):
+        loop, _ = start(settings, plugins, lambda: before.extend(caplog.messages))
+    loop.close()
+    assert any(message.startswith("tokenizer: ") for message in before) == small
+    assert not any(message.startswith(("weights", "cache ")) for message in before)
+    assert {message.partition(" ")[0] for message in caplog.messages} >= {"tokenizer:", "cache"}
 
 
 def test_more_prompts_than_places_and_each_its_own_params(llm: LLM) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +14,7 @@ import aiohttp
 import pytest
 from tests.serving import HANG_S, holding, serving
 
-from infer_router.process import FAULT, Process, ending, main
+from infer_router.process import FAULT, Process, _engine, ending, main
 from infer_server.http.sockets import bind
 
 SETTINGS = {"server": {"port": 0, "access_log": False, "drain_timeout_s": HANG_S}}
@@ -106,3 +107,29 @@ def test_a_process_that_has_closed_everything_takes_nothing_apart(monkeypatch: p
     with pytest.raises(LeftError):
         main()
     assert steps == ["served", "log written", 0]
+
+
+def test_an_engine_waits_for_its_room_and_ends_if_there_is_none_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Callable[[str], object]] = []
+    ended: list[int] = []
+    ran: list[bool] = []
+
+    def run(settings: object, plugins: object, *, await_memory: Callable[[], object] | None, described: bool) -> None:
+        ran.append(described)
+        if not described:
+            assert await_memory is not None
+            await_memory()
+            assert ended == [0]
+            heard[-1]("room\n")
+            await_memory()
+            assert ended == [0]
+        else:
+            assert await_memory is None
+
+    monkeypatch.setattr("infer_router.process._listen", lambda source, hear: heard.append(hear))
+    monkeypatch.setattr("infer_router.process.HOLDS_S", 0.0)
+    monkeypatch.setattr("infer_server.app.run", run)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    _engine({"settings": SETTINGS, "room": False}, io.StringIO())
+    _engine({"settings": SETTINGS, "room": True, "again": True}, io.StringIO())
+    assert ran == [False, True]

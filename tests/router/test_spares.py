@@ -168,9 +168,11 @@ async def test_one_that_reads_nothing_holds_up_nobody(monkeypatch: pytest.Monkey
 
 
 async def test_one_that_is_told_beforehand_is_told_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with played(monkeypatch, a={}, b={}) as machine:
+    async with played(monkeypatch, a={}, b={}, new={}) as machine:
+        machine._served = {"a", "b"}
         machine.expect("a")  # nobody waits yet
         pid = await waiting(machine)
+        machine.expect("new")  # has not been served yet
         machine.expect("a")
         machine.expect("b")  # one process has orders for one model
         machine.may_spare(False)
@@ -190,16 +192,17 @@ async def test_what_was_read_for_another_model_or_long_ago_is_not_used(
     why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with played(monkeypatch, a={}, b={}) as machine:
+        machine._served = {"a", "b"}
         pid = await waiting(machine)
         machine.expect("a" if why == "long ago" else "b")
         machine.may_spare(False)
         if why == "long ago":
-            monkeypatch.setattr("infer_router.machine.ORDERS_S", -1.0)
+            monkeypatch.setattr("infer_router.machine.HOLDS_S", -1.0)
         engine = await machine.start("a")
         assert said(engine)["kind"] == "engine"
         assert machine.pids == [engine.pid]
     assert not alive(pid)
-    assert "has read what may no longer hold. It gets a process that begins anew." in caplog.text
+    assert "was told of another model, or long ago. It gets a process that begins anew." in caplog.text
 
 
 def test_what_is_learned_is_bounded_and_the_latest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +290,7 @@ async def test_what_a_model_is_is_read_while_another_one_ends(
     write_checkpoint(tmp_path, "llama")
     model = SMALL | {"model": {"path": str(tmp_path)}, "log": {"level": "info"}}
     async with asyncio.timeout(HANG_S), Machine({"a": model}) as machine:
+        machine._served = {"a"}
         pid = await waiting(machine)
         machine.expect("a")
         err = ""

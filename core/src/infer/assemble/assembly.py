@@ -44,17 +44,19 @@ from infer.text.grammars import vocabulary
 log = logging.getLogger(__name__)
 
 
-def start(settings: Settings, plugins: Plugins, assembly: Assembly | None = None) -> tuple[EngineLoop, Served]:
+def start(
+    settings: Settings, plugins: Plugins, await_memory: Callable[[], object] | None = None
+) -> tuple[EngineLoop, Served]:
     """Start the engine's thread, and load the model in it. torch's operations run on OpenMP, which gives every thread
-    that computes a team of its own; with more than one team, the members would sleep after every operation. An
-    ``assembly`` of these settings and plugins, if one is given, has read the texts beforehand."""
+    that computes a team of its own; with more than one team, the members would sleep after every operation.
+    ``await_memory`` returns when there is memory for weights and cache; something else is read before it is called."""
     served: Served
     settings = compose(settings, plugins)
-    assembly, slots = assembly or Assembly(settings, plugins), AdapterSlots(settings.adapters.slots)
+    assembly, slots = Assembly(settings, plugins), AdapterSlots(settings.adapters.slots)
 
     def make_engine(publish: Callable[..., None]) -> Engine:
         nonlocal served
-        engine, served = assembly.load(publish)
+        engine, served = assembly.load(publish, await_memory)
         return engine
 
     close_observers = plugins.observe(settings)
@@ -87,27 +89,28 @@ def start(settings: Settings, plugins: Plugins, assembly: Assembly | None = None
 class Assembly(Blueprint):
     """An engine in the making: the parts of its blueprint and those that need the weights. ``load`` makes them all."""
 
-    def read_ahead(self) -> None:
-        """Read what needs neither memory for weights and cache nor anything of the device. Raises InferError."""
-        self.plugins.check_names(self.settings)
-        _ = self.weights, self.dtype, self._texts
-
-    def load(self, publish: Callable[..., None]) -> tuple[Engine, Served]:
+    def load(
+        self, publish: Callable[..., None], await_memory: Callable[[], object] | None = None
+    ) -> tuple[Engine, Served]:
         """The engine with its model, tried out. What the settings and the checkpoint say is refused before the weights
         are loaded, if it can be. Raises InferError."""
         began, settings = time.perf_counter(), self.settings
         if settings.kernels.threads is not None:
             torch.set_num_threads(settings.kernels.threads)
-        self.read_ahead()
+        self.plugins.check_names(settings)
         formats = self.plugins.candidates("tool_format", settings)
-        sampling = self.checkpoint.sampling if settings.model.generation_config == "auto" else {}
+        weights, dtype = self.weights, self.dtype
+        sampling = weights.checkpoint.sampling if settings.model.generation_config == "auto" else {}
+        if await_memory is not None:
+            self.read_small_texts()
+            await_memory()
         log.info("engine.max_seq_len: %s", self.length[1])
         max_seq_len, texts = self.max_seq_len, self.texts(self.model.vocab_size)
         graphs, verdict, confirmation = self._checked()
         engine = self._engine(publish, texts, graphs, confirmation)
         log.info(
             "%s: %s on %s, %d positions, exact: %s, loaded in %.1f s",
-            *(settings.model.path, dtype_name(self.dtype), self.device, max_seq_len, str(verdict.exact).lower()),
+            *(settings.model.path, dtype_name(dtype), self.device, max_seq_len, str(verdict.exact).lower()),
             time.perf_counter() - began,
         )
         return engine, self._served(texts, formats, sampling, verdict)

@@ -47,6 +47,10 @@ DEFAULT_MAX_SEQ_LEN = 4096
 sequences, this is also how many positions per sequence of a full batch the cache should hold."""
 
 
+SMALL_TOKENIZER_BYTES = 16 << 20
+"""Of tokenizer.json. Reading one takes some twelve times as much."""
+
+
 def free_memory(settings: Settings) -> int:
     """Bytes that are free where the model would be."""
     return devices.free_memory(choose_device(settings.model.device))
@@ -191,6 +195,13 @@ class Blueprint:
     @cached_property
     def _texts(self) -> Texts:
         return read_texts(self.settings, self.plugins, self.checkpoint)
+
+    def read_small_texts(self) -> None:
+        """Read the texts, unless that takes more memory than a process without a model may have."""
+        asked = self.settings.model.tokenizer
+        file = Path(self.checkpoint.path) / "tokenizer.json" if asked is None else Path(asked)
+        if file.is_file() and file.stat().st_size <= SMALL_TOKENIZER_BYTES:
+            _ = self._texts
 
     def texts(self, vocab_size: int) -> Texts:
         """How a model of so many tokens reads and writes."""

@@ -24,6 +24,10 @@ from infer.text.tool_formats import ToolFormat
 
 log = logging.getLogger(__name__)
 
+ADDED = '"added_tokens":'
+"""Comes before vocabulary and merges in a tokenizer's JSON, which would take seconds and hundreds of MiB as objects. No
+text contains it, since quotes in texts are escaped."""
+
 
 class Texts(NamedTuple):
     """How the model reads and writes."""
@@ -125,7 +129,10 @@ def read_tokenizer(path: str | None, checkpoint: Checkpoint, marks: Set[str]) ->
                 "token: it belongs to another model."
             )
     log.info("tokenizer: %d tokens", tokenizer.get_vocab_size(with_added_tokens=False))
-    return _with_visible_marks(tokenizer, marks)
+    if (changed := _with_visible_marks(tokenizer, marks)) is None:
+        return tokenizer
+    del tokenizer  # two at once may take hundreds of MiB
+    return Tokenizer.from_str(changed)
 
 
 def check_tokenizer(tokenizer: Tokenizer, path: str | None, checkpoint: Checkpoint, vocab_size: int) -> None:
@@ -143,17 +150,19 @@ def _tokenizer_of(path: str | None, checkpoint: Checkpoint) -> str:
     return "tokenizer " + (path if path is not None else f"of {checkpoint.path}")
 
 
-def _with_visible_marks(tokenizer: Tokenizer, marks: Set[str]) -> Tokenizer:
-    """The tokenizer with the marks of tool calls and reasoning as ordinary tokens. Decoding leaves out special tokens,
-    but the parsers need these marks, and Mistral's [TOOL_CALLS] and Llama's <|python_tag|>, for example, are
-    special."""
+def _with_visible_marks(tokenizer: Tokenizer, marks: Set[str]) -> str | None:
+    """The tokenizer's JSON with the marks of tool calls and reasoning as ordinary tokens; None if they are. Decoding
+    leaves out special tokens, but the parsers need these marks, and Mistral's [TOOL_CALLS] and Llama's <|python_tag|>,
+    for example, are special."""
     added = tokenizer.get_added_tokens_decoder().values()
     if marks.isdisjoint(token.content for token in added if token.special):
-        return tokenizer
-    state = json.loads(tokenizer.to_str())
-    for token in state["added_tokens"]:
+        return None
+    text = tokenizer.to_str()
+    begin = text.index(ADDED) + len(ADDED)
+    tokens, end = json.JSONDecoder().raw_decode(text, begin)
+    for token in tokens:
         token["special"] = token["special"] and token["content"] not in marks
-    return Tokenizer.from_str(json.dumps(state))
+    return f"{text[:begin]}{json.dumps(tokens)}{text[end:]}"
 
 
 def _template(path: str | None, checkpoint: Checkpoint) -> ChatTemplate | None:

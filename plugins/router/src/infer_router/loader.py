@@ -406,6 +406,7 @@ class Loader:
                 self._unload(victim)
         if placement.answer == "full":
             return True
+        # The open requests of one that is to leave may go on for long.
         if not any(each.state == "loaded" and each.leaving for each in self._models.values()):
             self._machine.expect(model.name)
         return False

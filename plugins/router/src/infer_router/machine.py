@@ -18,7 +18,7 @@ from typing import Any, Self
 import aiohttp
 
 from infer.errors import EngineDeadError, InferError, SettingsError
-from infer_router.process import FAULT, MODULES, MODULES_ASKED, READY, ROOM, SIZES, TAKEN, WARM, ending
+from infer_router.process import FAULT, HOLDS_S, MODULES, MODULES_ASKED, READY, ROOM, SIZES, TAKEN, WARM, ending
 from infer_router.spares import Spares
 
 log = logging.getLogger(__name__)
@@ -32,8 +32,7 @@ MOST_MODULES = 8192
 WARM_S = 120.0
 """How long such a process may take to import them: many times what it needs on a machine that is not busy."""
 ORDERS_S = 30.0
-"""How long one that has imported them may take to say that it has read what its model is, and how long what it has read
-holds: files may change."""
+"""How long one that has imported them may take to say that it has read what its model is."""
 
 
 class EngineProcess:
@@ -129,7 +128,8 @@ class LocalMachine:
         self._modules = dict.fromkeys(itertools.islice(dict.fromkeys((*modules, *self._modules)), MOST_MODULES))
 
     def expect(self, name: str) -> None:
-        self._spares.tell(name, self._orders(name, room=False))
+        if name in self._served:  # otherwise it might have to be downloaded, which takes memory
+            self._spares.tell(name, self._orders(name, room=False))
 
     def may_spare(self, room: bool) -> None:
         self._spares.may_begin(room)
@@ -145,8 +145,8 @@ class LocalMachine:
                 return None
             process, told = spare
             async with _ended_by_error(process):
-                if told is not None and (told.name != name or time.monotonic() - told.at > ORDERS_S):
-                    raise EngineDeadError("the process that waited for it has read what may no longer hold.")
+                if told is not None and (told.name != name or time.monotonic() - told.at > HOLDS_S / 2):
+                    raise EngineDeadError("the process that waited was told of another model, or long ago.")
                 async with asyncio.timeout(WARM_S):
                     await _said(process, WARM)
                 async with asyncio.timeout(ORDERS_S):

@@ -3,11 +3,11 @@
 ``python -m infer_router.process engine|spare|ingress|sizes`` is such a process. Its first line of input is a JSON
 object: the ``settings`` (nested; nothing else is read, neither files nor variables), for an ingress, what its fleet
 takes, and for an engine of several, the ``memory`` that all have, whether it serves ``again`` what another one has
-served, and whether it has ``room`` by now: without, it reads what takes none, and waits for the line ``room``. It says
-``infer: ready on URL`` when it serves, or why it cannot. A ``spare`` becomes an engine: it has a line before that one,
-with the ``modules`` that engines came to import, imports them, waits for the other line, and says when it has read it.
-With ``sizes``, it says how much memory the model would take, or without ``memory``, how much is free.
-It ends when its input does, which is when its parent has ended in whatever way, and drains on SIGTERM."""
+served, and whether there is ``room`` for it: if not, it reads what takes little, and waits for the line ``room``. It
+says ``infer: ready on URL`` when it serves, or why it cannot. A ``spare`` becomes an engine: it has a line before that
+one, with the ``modules`` that engines came to import, imports them, waits for the other line, and says when it has read
+it. With ``sizes``, it says how much memory the model would take, or without ``memory``, how much is free. It ends when
+its input does, which is when its parent has ended in whatever way, and drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ READY = "infer: ready on "
 SIZES = "infer: sizes "
 FAULT = "infer: it cannot serve: "
 """Before the sentence that says why, in what a process says and in what its parent raises."""
+HOLDS_S = 30.0
+"""How long what is read without room holds, since files may change: a process that waits longer ends."""
 KNOWN_S = 10.0
 """How long to wait for the first engine, so that an ingress in the place of another refuses nobody."""
 BIND_S = 20.0
@@ -154,7 +156,6 @@ def _prepared(source: IO[str]) -> Any:
 
 
 def _engine(first: Mapping[str, Any], source: IO[str], plugins: Any = None) -> None:
-    from infer.assemble.assembly import Assembly
     from infer.plugins.discovery import Plugins
     from infer_server import app
 
@@ -173,11 +174,13 @@ def _engine(first: Mapping[str, Any], source: IO[str], plugins: Any = None) -> N
         from infer.assemble.blueprint import bound_memory
 
         bound_memory(0, max(0, memory - PROCESS_BYTES))  # no larger a cache than by the arithmetic
-    assembly = Assembly(settings, plugins)
-    if not first.get("room", True):
-        assembly.read_ahead()
-        room.wait()
-    app.run(settings, plugins, assembly=assembly, described=first.get("again", False))
+
+    def await_memory() -> None:
+        if not room.wait(HOLDS_S):
+            os._exit(0)  # whatever was to be loaded is not; the next process that waits knows nothing of it
+
+    wait = None if first.get("room", True) else await_memory
+    app.run(settings, plugins, await_memory=wait, described=first.get("again", False))
 
 
 def _sizes(first: Mapping[str, Any], source: IO[str]) -> None:

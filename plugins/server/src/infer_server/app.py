@@ -11,13 +11,13 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import cast
 
 from aiohttp import web
 
-from infer.assemble.assembly import Assembly, start
+from infer.assemble.assembly import start
 from infer.assemble.served import Served
 from infer.contracts.sections import Settings
 from infer.engine.loop import EngineLoop
@@ -56,15 +56,20 @@ SERVICE = web.AppKey("service", Service)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def run(settings: Settings, plugins: Plugins, *, assembly: Assembly | None = None, described: bool = False) -> None:
-    """Load the model, serve until SIGINT or SIGTERM, then drain and stop. Something may have been read ahead in an
-    ``assembly``. Routes need not be tried if another server of these plugins and settings has ``described`` them.
-    Raises InferError."""
+def run(
+    settings: Settings,
+    plugins: Plugins,
+    *,
+    await_memory: Callable[[], object] | None = None,
+    described: bool = False,
+) -> None:
+    """Load the model, serve until SIGINT or SIGTERM, then drain and stop. ``await_memory`` is that of ``start``. Routes
+    need not be tried if another server of these plugins and settings has ``described`` them. Raises InferError."""
     sys.setswitchinterval(SWITCH_S)
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: _leave(number))
     sockets = bind(settings.server.host, settings.server.port)
-    engine_loop, served = start(settings, plugins, assembly)
+    engine_loop, served = start(settings, plugins, await_memory)
     engine_loop.ended.add_done_callback(_leave_soon)
     try:
         log_to_stderr()
