@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import platform
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from tests.serving import HANG_S
+from tests.support import CPU
+from torch import Tensor
 
-from infer.device import free_memory
+from infer.device import HUGE_PAGE, LARGE, THREAD, clear_first_pages, free_memory, zeros
+
+LINUX = [*map(int, re.findall(r"\d+", platform.release())[:2])] if sys.platform == "linux" else [0]
 
 GIVING_BACK = """
 import re
@@ -29,6 +38,29 @@ with blocks_given_back():
     blocks = blocks[::8]
     print(full, resident() - before, len(blocks))
 """
+
+
+def resident(tensor: Tensor, offset: int) -> bool:
+    """Whether the system has given the page of this byte some memory."""
+    page = (tensor.data_ptr() + offset) // mmap.PAGESIZE * mmap.PAGESIZE
+    found = ctypes.c_ubyte()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(page), ctypes.c_size_t(1), ctypes.byref(found)) == 0
+    return bool(found.value & 1)
+
+
+@pytest.mark.skipif(LINUX < [5, 14], reason="the system clears no page before it is written")
+def test_the_first_pages_of_large_tensors_are_cleared_beforehand() -> None:
+    untouched, written = (zeros((LARGE + 1,), torch.uint8, CPU, share=share) for share in (0.5, 0.0))
+    small = zeros((LARGE,), torch.uint8, CPU)
+    written[5] = 7
+    clear_first_pages([untouched, written, small])
+    for thread in threading.enumerate():
+        if thread.name == THREAD:
+            thread.join(HANG_S)
+    assert resident(untouched, 0)
+    assert not resident(untouched, 2 * HUGE_PAGE)
+    assert not resident(small, 0)
+    assert (int(untouched.sum()), int(written.sum())) == (0, 7)
 
 
 @pytest.mark.slow

@@ -155,3 +155,14 @@ def test_tensors_that_fill_up_alike_begin_at_different_parts_of_a_page(
 
 def parts(kv: KV) -> list[Tensor]:
     return [kv] if isinstance(kv, Tensor) else [kv.codes, kv.scales]
+
+
+def test_the_first_pages_of_all_layers_are_cleared_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    cleared: list[int] = []
+    monkeypatch.setattr(
+        "infer.cache.storage.clear_first_pages", lambda tensors: cleared.extend(each.data_ptr() for each in tensors)
+    )
+    context = CacheContext(tiny_model("llama").attention, 2, MAX_SEQ_LEN, torch.float32, CPU, KERNELS)
+    storage = KVStorage(context, 3, 8)
+    caches = [each for each in (*storage.k, *storage.v) if isinstance(each, Tensor)]
+    assert sorted(cleared) == sorted(each.data_ptr() for each in caches)

@@ -16,7 +16,7 @@ from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Ro
 from infer.contracts.cache import CacheContext, KVCacheView
 from infer.contracts.kernels import KernelsProtocol
 from infer.contracts.states import State
-from infer.device import FixedTensor, caller, upload, zeros
+from infer.device import FixedTensor, caller, clear_first_pages, upload, zeros
 
 Table_contra = TypeVar("Table_contra", contravariant=True)
 View_co = TypeVar("View_co", bound=KVCacheView, covariant=True)
@@ -160,6 +160,7 @@ class KVStorage:
         self._flat_US = FixedTensor(torch.zeros((len(tables), size), dtype=torch.int64, device=context.device))
         self._fixed: dict[int, list[FixedRagged]] = {}
         """The fixed views' ``Ragged``s, by number of rows."""
+        clear_first_pages([one.values for kinds in memory for one in kinds])
 
     @classmethod
     def bytes_per_token(cls, context: CacheContext, tables: Sequence[Sequence[int]] | None = None) -> int:
