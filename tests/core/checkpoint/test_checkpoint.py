@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from infer import LLM
-from infer.checkpoint import Checkpoint, Folder, dummy_tensors, tensor_files
+from infer.checkpoint import Checkpoint, Folder, Outlines, dummy_tensors, tensor_files, tensors
 from infer.checkpoint.locate import locate as locate_path
 from infer.checkpoint.tensors import INDEX, SINGLE
 from infer.errors import MAX_MESSAGE, CheckpointError, PluginError
@@ -462,6 +462,21 @@ def test_a_file_is_mapped_no_longer_than_its_large_tensors_live(folder: Path, mo
         assert tensor.sum() == 1 << 15
         del tensor
         assert not mapped()
+
+
+def test_outlines_open_a_file_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.checkpoint.tensors.MAPPED", 1 << 16)
+    save_file({name: torch.ones(1 << 15) for name in "abc"}, folder / SINGLE)
+    outlines, opened = Outlines(tensor_files(folder)), list[Path]()
+    open_ = tensors._open
+
+    def opening(file: Path) -> Any:
+        opened.append(file)
+        return open_(file)
+
+    monkeypatch.setattr(tensors, "_open", opening)
+    assert all(outlines.tensor(name).is_meta for name in outlines.names())
+    assert opened == [folder / SINGLE]
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 40, -1])

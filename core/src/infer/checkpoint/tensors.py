@@ -44,6 +44,17 @@ class TensorFiles:
         return list(self._files)
 
     def tensor(self, name: str) -> Tensor:
+        tensor = self._view(name)
+        self._read += tensor.nbytes
+        if self._read >= MAPPED:
+            self._opened = None  # the file stays mapped only as long as its tensors live
+        return tensor
+
+    def outline(self, name: str) -> Tensor:
+        """The tensor without values, on torch's meta device. None of its bytes are read."""
+        return self._view(name).to("meta")
+
+    def _view(self, name: str) -> Tensor:
         file = self._files[name]
         if self._opened is None or self._opened[0] != file:
             self._opened = None  # unmap this file before the next is mapped
@@ -52,9 +63,6 @@ class TensorFiles:
             tensor: Tensor = self._opened[1].get_tensor(name)
         except Exception as error:  # the library raises no error of its own for types that torch lacks
             raise CheckpointError(f"The tensor {name!r} of {file} cannot be read: {error}.") from error
-        self._read += tensor.nbytes
-        if self._read >= MAPPED:
-            self._opened = None  # the file stays mapped only as long as its tensors live
         return tensor
 
 
@@ -114,7 +122,10 @@ class Outlines:
         return self._files.names()
 
     def tensor(self, name: str) -> Tensor:
-        tensor = self._files.tensor(name)
+        if name not in self._real and isinstance(self._files, TensorFiles):
+            tensor = self._files.outline(name)
+        else:
+            tensor = self._files.tensor(name)
         self._asked[name] = tensor.nbytes
         return tensor if name in self._real else tensor.to("meta")
 
