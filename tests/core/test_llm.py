@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from infer import LLM, PLUGIN_API, CheckpointError, RequestError, SamplingParams, SettingsError, hookimpl
 from infer.assemble.assembly import start
+from infer.assemble.texts import read_beforehand
 from infer.contracts.scheduler import SchedulerRegistration, Sequence
 from infer.contracts.text import ToolFormatRegistration
 from infer.engine.engine import Engine, Message
@@ -106,6 +107,17 @@ def test_small_texts_are_read_before_there_is_memory(
     assert any(message.startswith("tokenizer: ") for message in before) == small
     assert not any(message.startswith(("weights", "cache ")) for message in before)
     assert {message.partition(" ")[0] for message in caplog.messages} >= {"tokenizer:", "cache"}
+
+
+def test_a_tokenizer_that_is_known_beforehand_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugins = Plugins.discover()
+    settings = load_settings(plugins, env={}, read_file=False).settings
+    read_beforehand(plugins.checkpoints["demo"] / "tokenizer.json", settings, plugins)
+    monkeypatch.setattr("infer.assemble.texts.Tokenizer", None)  # nothing else can be read
+    with LLM("demo") as llm:
+        assert llm.served.tokenizer.encode("def f").ids
+    with pytest.raises(CheckpointError, match="cannot be read: 'NoneType'"):
+        LLM("demo")
 
 
 def test_more_prompts_than_places_and_each_its_own_params(llm: LLM) -> None:

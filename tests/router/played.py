@@ -8,8 +8,8 @@ from typing import Any
 
 SAID: dict[str, Any] = {"kind": sys.argv[1]}
 if SAID["kind"] == "spare":
-    SAID["modules"] = modules = json.loads(sys.stdin.readline())["modules"]
-    if "hangs" in modules:
+    SAID |= json.loads(sys.stdin.readline())
+    if "hangs" in SAID["modules"]:
         threading.Event().wait()
     print("infer: warm", flush=True)
 if not (line := sys.stdin.readline()):

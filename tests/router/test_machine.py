@@ -79,6 +79,8 @@ async def test_a_process_takes_no_more_than_was_reckoned_and_ends_with_the_machi
         about = await made.size("a")
         assert PROCESS_BYTES < about["bytes"] < 2 * PROCESS_BYTES
         assert about["max_model_len"] == 256
+        assert "tokenizer" not in about, "a path of this machine, of which clients need not know"
+        assert Path(str(made._tokenizers["a"])).name == "tokenizer.json"
         assert not made.pids
         engine = await made.start("a")
         assert 0 < peak(engine.pid) < about["bytes"]

@@ -19,7 +19,9 @@ from tests.models.checkpoints import write_checkpoint
 from tests.router.test_machine import MEMORY, SMALL, alive, until
 from tests.serving import HANG_S
 
+from infer.assemble.texts import parsed
 from infer.errors import EngineDeadError
+from infer.plugins.discovery import Plugins
 from infer_router import spares
 from infer_router.machine import EngineProcess, LocalMachine
 from infer_router.process import FAULT, TAKEN, WARM, Process, _prepared
@@ -187,6 +189,18 @@ async def test_one_that_is_told_beforehand_is_told_when_there_is_room(monkeypatc
         )
 
 
+async def test_the_next_process_reads_the_tokenizer_of_the_model_before_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    async with played(monkeypatch, a={}, b={}) as machine:
+        machine._tokenizers = {"a": "of a", "b": "of b"}
+        for name in "aba":
+            await waiting(machine)
+            found.append(said(await machine.start(name))["tokenizer"])
+    assert found == [None, "of a", "of a"]
+
+
 @pytest.mark.parametrize("why", ["another model", "long ago"])
 async def test_what_was_read_for_another_model_or_long_ago_is_not_used(
     why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -310,7 +324,7 @@ async def test_what_a_model_is_is_read_while_another_one_ends(
 def test_one_whose_import_hangs_is_ended_by_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hangs.py").write_text("import threading; threading.Event().wait()")
     monkeypatch.chdir(tmp_path)
-    process = Process("spare", {"modules": ["hangs"], "within_s": 1.0})
+    process = Process("spare", {"modules": ["hangs"], "tokenizer": None, "within_s": 1.0})
     assert process._process.wait(HANG_S) == -signal.SIGALRM
     process._process.communicate()
 
@@ -322,7 +336,11 @@ def test_it_has_a_limit_while_it_imports_and_none_while_it_waits(
     monkeypatch.syspath_prepend(tmp_path)
     left = []
     monkeypatch.setattr(gc, "freeze", lambda: left.append(signal.getitimer(signal.ITIMER_REAL)))
-    assert _prepared(io.StringIO(json.dumps({"modules": ["timed"], "within_s": 600.0}) + "\n")) is not None
+    tokenizer = str(Plugins.discover().checkpoints["demo"] / "tokenizer.json")
+    told = {"modules": ["timed"], "tokenizer": tokenizer, "within_s": 600.0}
+    assert _prepared(io.StringIO(json.dumps(told) + "\n")) is not None
+    assert parsed.cache_info().currsize == 1
+    parsed.cache_clear()
     assert 0 < sys.modules.pop("timed").LEFT[0] <= 600
     assert left == [(0.0, 0.0)]
 
@@ -335,7 +353,8 @@ def test_it_imports_what_it_is_told_and_ends_with_its_parent(
     (tmp_path / "told.py").write_text("print('imported', flush=True)")
     (tmp_path / "broken.py").write_text("raise ValueError")
     monkeypatch.chdir(tmp_path)
-    process = Process("spare", {"modules": ["broken", "nosuch", "told"], "within_s": HANG_S})
+    told = {"modules": ["broken", "nosuch", "told"], "tokenizer": "nosuch", "within_s": HANG_S}
+    process = Process("spare", told)
     pipes = process._process
     assert pipes.stdin is not None
     assert pipes.stdout is not None

@@ -102,7 +102,8 @@ class Assembly(Blueprint):
         weights, dtype = self.weights, self.dtype
         sampling = weights.checkpoint.sampling if settings.model.generation_config == "auto" else {}
         if await_memory is not None:
-            self.read_small_texts()
+            if self.small_tokenizer is not None:
+                _ = self._texts
             await_memory()
         log.info("engine.max_seq_len: %s", self.length[1])
         max_seq_len, texts = self.max_seq_len, self.texts(self.model.vocab_size)

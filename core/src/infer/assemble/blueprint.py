@@ -196,12 +196,13 @@ class Blueprint:
     def _texts(self) -> Texts:
         return read_texts(self.settings, self.plugins, self.checkpoint)
 
-    def read_small_texts(self) -> None:
-        """Read the texts, unless that takes more memory than a process without a model may have."""
+    @property
+    def small_tokenizer(self) -> Path | None:
+        """The tokenizer's file, unless there is none or it takes more memory than a process without a model may have
+        to read it."""
         asked = self.settings.model.tokenizer
         file = Path(self.checkpoint.path) / "tokenizer.json" if asked is None else Path(asked)
-        if file.is_file() and file.stat().st_size <= SMALL_TOKENIZER_BYTES:
-            _ = self._texts
+        return file if file.is_file() and file.stat().st_size <= SMALL_TOKENIZER_BYTES else None
 
     def texts(self, vocab_size: int) -> Texts:
         """How a model of so many tokens reads and writes."""

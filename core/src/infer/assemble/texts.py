@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Set
+from collections.abc import Sequence, Set
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,9 +44,19 @@ def read_texts(settings: Settings, plugins: Plugins, checkpoint: Checkpoint) -> 
     SettingsError."""
     template = _template(settings.model.chat_template, checkpoint)
     reasoning, reasonings = _reasoning(settings, plugins, template.source if template else "")
-    marks = {mark for offer in plugins.offers["tool_format"] for mark in getattr(offer.registration, "marks", ())}
-    marks.update(*(tags[:2] for tags in reasonings))
+    marks = _marks(plugins, reasonings)
     return Texts(read_tokenizer(settings.model.tokenizer, checkpoint, marks), template, reasoning)
+
+
+def read_beforehand(file: Path, settings: Settings, plugins: Plugins) -> None:
+    """Read a tokenizer.json that ``read_texts`` may need, if the settings have nothing to say about marks."""
+    parsed(file.read_bytes(), _marks(plugins, _reasoning(settings, plugins, "")[1]))
+
+
+def _marks(plugins: Plugins, reasonings: Sequence[ReasoningTags]) -> frozenset[str]:
+    """The texts that parsers look for."""
+    marks = {mark for offer in plugins.offers["tool_format"] for mark in getattr(offer.registration, "marks", ())}
+    return frozenset(marks.union(*(tags[:2] for tags in reasonings)))
 
 
 def tool_format(settings: Settings, offer: Offer, tokenizer: Tokenizer) -> ToolFormat:
@@ -114,10 +125,9 @@ def read_tokenizer(path: str | None, checkpoint: Checkpoint, marks: Set[str]) ->
     """The tokenizer, with ``marks`` as ordinary tokens. Raises CheckpointError."""
     whose = _tokenizer_of(path, checkpoint)
     try:
-        if path is not None:
-            tokenizer = Tokenizer.from_file(path)
-        else:
-            tokenizer = Tokenizer.from_buffer(checkpoint.container.tokenizer())
+        data = Path(path).read_bytes() if path is not None else checkpoint.container.tokenizer()
+        tokenizer = parsed(data, frozenset(marks))
+        parsed.cache_clear()  # nobody asks again
     except CheckpointError:
         raise
     except Exception as error:  # the library raises bare Exceptions
@@ -129,6 +139,14 @@ def read_tokenizer(path: str | None, checkpoint: Checkpoint, marks: Set[str]) ->
                 "token: it belongs to another model."
             )
     log.info("tokenizer: %d tokens", tokenizer.get_vocab_size(with_added_tokens=False))
+    return tokenizer
+
+
+@lru_cache(1)
+def parsed(data: bytes, marks: frozenset[str]) -> Tokenizer:
+    """A tokenizer.json with ``marks`` as ordinary tokens. The last one is kept for ``read_tokenizer``: it may be known
+    before there is a checkpoint."""
+    tokenizer = Tokenizer.from_buffer(data)
     if (changed := _with_visible_marks(tokenizer, marks)) is None:
         return tokenizer
     del tokenizer  # two at once may take hundreds of MiB

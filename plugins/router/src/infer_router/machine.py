@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -78,6 +79,10 @@ class LocalMachine:
         self._spares = Spares(self._prepared)
         self._served = set[str]()
         """The models that a process has served."""
+        self._latest = deque[str](maxlen=2)
+        """The models that were loaded last. The one before the other is the likeliest to be asked for again."""
+        self._tokenizers = dict[str, str | None]()
+        """The file of each model's tokenizer, if it is small."""
         self._modules = dict[str, None]()
         """What their processes came to import, the latest first."""
         self._session: aiohttp.ClientSession
@@ -105,15 +110,17 @@ class LocalMachine:
         return int((await self._sized(name, None))["bytes"])
 
     async def size(self, name: str) -> Mapping[str, Any]:
-        return await self._sized(name, self.memory)
+        found = await self._sized(name, self.memory)
+        self._tokenizers[name] = found.pop("tokenizer", None)
+        return found
 
-    async def _sized(self, name: str, memory: int | None) -> Mapping[str, Any]:
+    async def _sized(self, name: str, memory: int | None) -> dict[str, Any]:
         settings = {**self._settings[name], "log": {"level": "warning"}}  # what it chooses, the engine says again
         process = await self._begun("sizes", json.dumps({"settings": settings, "memory": memory}))
         async with _ended_by_error(process):
             line = await _said(process, SIZES)
             await _end(process, 0.0)
-            found: Mapping[str, Any] = json.loads(line.removeprefix(SIZES))
+            found: dict[str, Any] = json.loads(line.removeprefix(SIZES))
             return found
 
     async def start(self, name: str) -> EngineProcess:
@@ -121,6 +128,7 @@ class LocalMachine:
         async with _ended_by_error(process):
             line = await _said(process, READY)
             self._served.add(name)
+            self._latest.append(name)
             await _tell(process, MODULES_ASKED)
             return EngineProcess(process, line.removeprefix(READY).strip(), self._session, self._learn)
 
@@ -164,7 +172,8 @@ class LocalMachine:
         """One that waits for its orders."""
         process = await self._created("spare")
         assert process.stdin is not None
-        told = {"modules": sorted(self._modules), "within_s": WARM_S}
+        tokenizer = self._tokenizers.get(self._latest[0]) if self._latest else None
+        told = {"modules": sorted(self._modules), "tokenizer": tokenizer, "within_s": WARM_S}
         process.stdin.write(json.dumps(told).encode() + b"\n")  # not drained: it may not have begun to read
         return process
 

@@ -5,9 +5,10 @@ object: the ``settings`` (nested; nothing else is read, neither files nor variab
 takes, and for an engine of several, the ``memory`` that all have, whether it serves ``again`` what another one has
 served, and whether there is ``room`` for it: if not, it reads what takes little, and waits for the line ``room``. It
 says ``infer: ready on URL`` when it serves, or why it cannot. A ``spare`` becomes an engine: it has a line before that
-one, with the ``modules`` that engines came to import, imports them, waits for the other line, and says when it has read
-it. With ``sizes``, it says how much memory the model would take, or without ``memory``, how much is free. It ends when
-its input does, which is when its parent has ended in whatever way, and drains on SIGTERM."""
+one, with the ``modules`` that engines came to import and the file of a ``tokenizer`` that may be asked for. It reads
+both, waits for the other line, and says when it has read it. With ``sizes``, it says how much memory the model would
+take, or without ``memory``, how much is free. It ends when its input does, which is when its parent has ended in
+whatever way, and drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import IO, Any
 
 from infer_router.sizes import PROCESS_BYTES, free, reckon
@@ -134,7 +136,8 @@ def main() -> None:
 
 
 def _prepared(source: IO[str]) -> Any:
-    """The plugins, once everything that engines need is imported. Nothing is set, and nothing of any model is read."""
+    """The plugins, once everything that engines need is imported. Nothing is set, and of models no more than a
+    tokenizer is read."""
     if not (line := source.readline()):
         return None
     told = json.loads(line)
@@ -148,11 +151,23 @@ def _prepared(source: IO[str]) -> Any:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:  # an engine that needs it says so
             log.debug("module %s cannot be imported beforehand: %r", name, error)
+    if (tokenizer := told["tokenizer"]) is not None:
+        _read_beforehand(Path(tokenizer), plugins)
     signal.setitimer(signal.ITIMER_REAL, 0)
     gc.collect()
     gc.freeze()  # what is there stays, and no collection of a start needs to look through it
     print(WARM, flush=True)
     return plugins
+
+
+def _read_beforehand(tokenizer: Path, plugins: Any) -> None:
+    from infer.assemble.texts import read_beforehand
+    from infer.settings import load_settings
+
+    try:
+        read_beforehand(tokenizer, load_settings(plugins, env={}, read_file=False).settings, plugins)
+    except Exception as error:  # an engine that needs it says so
+        log.debug("%s cannot be read beforehand: %r", tokenizer, error)
 
 
 def _engine(first: Mapping[str, Any], source: IO[str], plugins: Any = None) -> None:

@@ -22,13 +22,17 @@ def free(settings: Any) -> int:
 
 def reckon(settings: Any, plugins: Any, memory: int) -> dict[str, Any]:
     """What is known of a model without its weights. ``bytes`` are the most that its process takes of ``memory``, of
-    which nothing else takes a part, while it loads and then. Raises InferError."""
+    which nothing else takes a part, while it loads and then; ``tokenizer`` is the file of a small one. Raises
+    InferError."""
     from infer.assemble.blueprint import Blueprint, bound_memory
 
     most = max(0, memory - PROCESS_BYTES)
     bound_memory(most, most)
     with tempfile.TemporaryDirectory(prefix="infer-sizes-") as outlines:
-        return told(Blueprint(settings, plugins, outlines=Path(outlines)), most)
+        blueprint = Blueprint(settings, plugins, outlines=Path(outlines))
+        found, tokenizer = told(blueprint, most), blueprint.small_tokenizer
+        lasting = tokenizer is not None and not tokenizer.is_relative_to(outlines)
+        return {**found, "tokenizer": str(tokenizer.resolve()) if tokenizer is not None and lasting else None}
 
 
 def told(blueprint: Blueprint, most: int) -> dict[str, Any]:
