@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import random
 import re
 import statistics
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 import aiohttp
 import psutil
 from benchmarks.shapes import CONFIGS, write_weights
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 QUIET_S = 6.0
 """Nothing is under way if no process has computed for so long: the next spare process begins two seconds after a load,
@@ -159,6 +161,21 @@ async def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {"wake_s": statistics.median(wakes), "loaded_s": statistics.median(warm), "parts_s": medians, "wakes": wakes}
 
 
+def write_tokenizer(file: Path, size: int) -> None:
+    """A made-up BPE of so many tokens, and nearly as many merges, which take most of the time in which one is read."""
+    draw, tokens, merges = random.Random(0), sorted(pre_tokenizers.ByteLevel.alphabet()), list[tuple[str, str]]()
+    known = {*tokens}
+    while len(tokens) < size:
+        pair = draw.choice(tokens), draw.choice(tokens[:4096])
+        if len(token := "".join(pair)) <= 16 and token not in known:
+            known.add(token)
+            tokens.append(token)
+            merges.append(pair)
+    made = Tokenizer(models.BPE({token: id for id, token in enumerate(tokens)}, merges))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.save(str(file))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="Llama-3.2-1B", choices=sorted(CONFIGS))
@@ -177,6 +194,7 @@ def main() -> None:
         for name in "ab":
             if not (folder / name / "config.json").exists():
                 write_weights(folder / name, CONFIGS[args.shape])
+                write_tokenizer(folder / name / "tokenizer.json", CONFIGS[args.shape]["vocab_size"])
         found = asyncio.run(measure(folder, args))
     print(f"\n{args.shape}: {found['wake_s']:.3f} s until the first byte; {found['loaded_s']:.3f} s when it is loaded")
     for what, seconds in found["parts_s"].items():
