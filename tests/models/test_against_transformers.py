@@ -1208,7 +1208,8 @@ def test_published_configs_of_latent_attention(name: str) -> None:
 
 def test_groups_of_experts_are_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "deepseek_v3", n_group=2)
-    with pytest.raises(CheckpointError, match=r'n_group: .* no groups of experts; set model.family = "transformers"'):
+    said = r'n_group: .* no groups of experts; set model\.family = "transformers" \(it is 2\)'
+    with pytest.raises(CheckpointError, match=said):
         Driver(folder, torch.float32)
 
 

@@ -209,7 +209,8 @@ def test_groups_of_experts_are_served_by_transformers(tmp_path: Path) -> None:
     """The family of infer's own knows none, and says so."""
     folder, file = write_checkpoint(tmp_path / "hub", "deepseek_v3", n_group=2, topk_group=1), tmp_path / "model.gguf"
     write_gguf(folder, file)
-    with pytest.raises(CheckpointError, match="n_group: this family has no groups of experts"):
+    said = r'n_group: this family has no groups of experts; set model\.family = "transformers" \(it is 2\)'
+    with pytest.raises(CheckpointError, match=said):
         Driver(file, torch.float32)
     found = []
     for path in (folder, file):

@@ -49,7 +49,7 @@ def start(
 ) -> tuple[EngineLoop, Served]:
     """Start the engine's thread, and load the model in it. torch's operations run on OpenMP, which gives every thread
     that computes a team of its own; with more than one team, the members would sleep after every operation.
-    ``await_memory`` returns when there is memory for weights and cache; something else is read before it is called."""
+    ``await_memory`` returns when there is memory for weights and cache; a small tokenizer is read before."""
     served: Served
     settings = compose(settings, plugins)
     assembly, slots = Assembly(settings, plugins), AdapterSlots(settings.adapters.slots)

@@ -122,12 +122,10 @@ class Outlines:
         return self._files.names()
 
     def tensor(self, name: str) -> Tensor:
-        if name not in self._real and isinstance(self._files, TensorFiles):
-            tensor = self._files.outline(name)
-        else:
-            tensor = self._files.tensor(name)
+        real, files = name in self._real, self._files
+        tensor = files.outline(name) if isinstance(files, TensorFiles) and not real else files.tensor(name)
         self._asked[name] = tensor.nbytes
-        return tensor if name in self._real else tensor.to("meta")
+        return tensor if real else tensor.to("meta")
 
     def weight(self, name: str, format: WeightFormatProtocol) -> Weight:
         """The weight of that name, on the meta device. ``format`` has to have been made of these outlines. Raises

@@ -116,7 +116,7 @@ class LocalMachine:
 
     async def _sized(self, name: str, memory: int | None) -> dict[str, Any]:
         settings = {**self._settings[name], "log": {"level": "warning"}}  # what it chooses, the engine says again
-        process = await self._begun("sizes", json.dumps({"settings": settings, "memory": memory}))
+        process = await self._started("sizes", json.dumps({"settings": settings, "memory": memory}))
         async with _ended_by_error(process):
             line = await _said(process, SIZES)
             await _end(process, 0.0)
@@ -124,7 +124,7 @@ class LocalMachine:
             return found
 
     async def start(self, name: str) -> EngineProcess:
-        process = await self._ordered(name) or await self._begun("engine", self._orders(name, room=True))
+        process = await self._ordered(name) or await self._started("engine", self._orders(name, room=True))
         async with _ended_by_error(process):
             line = await _said(process, READY)
             self._served.add(name)
@@ -153,6 +153,7 @@ class LocalMachine:
                 return None
             process, told = spare
             async with _ended_by_error(process):
+                # Half the time, since the process must not end meanwhile.
                 if told is not None and (told.name != name or time.monotonic() - told.at > HOLDS_S / 2):
                     raise EngineDeadError("the process that waited was told of another model, or long ago.")
                 async with asyncio.timeout(WARM_S):
@@ -177,7 +178,7 @@ class LocalMachine:
         process.stdin.write(json.dumps(told).encode() + b"\n")  # not drained: it may not have begun to read
         return process
 
-    async def _begun(self, kind: str, first: str) -> Process:
+    async def _started(self, kind: str, first: str) -> Process:
         process = await self._created(kind)
         async with _ended_by_error(process):
             await _tell(process, first)
