@@ -311,14 +311,41 @@ def test_the_system_finds_all_pages_beside_the_start(tmp_path: Path) -> None:
     weights.keep([memoryview(random.Random(0).randbytes(1 << 23))])
     assert weights.written.wait(WAIT_S)
     weights.open()  # which reads all of it, to compare it
-    file = weights.open()
+    again = kept.KeptWeights(tmp_path, 1 << 30, {"of": "a test"})
+    file = again.open()
     assert file is not None
+    assert again.open() is file
     assert file.find(1 << 23) is not None
     file.finish()
     for thread in threading.enumerate():
         if thread.name == kept.THREAD:
             thread.join(WAIT_S)
     assert resident(weights.path) >= 1 << 23
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_they_are_opened_before_there_is_memory_for_a_cache(
+    damaged: bool, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logits(base, tmp_path / "kept")
+    (file,) = files(tmp_path / "kept")
+    if damaged:
+        damage(file, "a bit is another")
+    made = assembled(base, tmp_path / "kept", engine={"max_batch_size": 2})
+    opened = []
+
+    def await_memory() -> None:
+        assert not {"model", "length", "context", "pool"} & {*vars(made)}
+        assert made.kept_weights is not None
+        opened.append(made.kept_weights.mapped > 0)
+
+    with caplog.at_level(logging.INFO):
+        made.load(lambda *_: None, await_memory)
+    assert opened == [not damaged]
+    assert caplog.text.count(DROPPED) == damaged
+    assert caplog.text.count("packed weights: mapped") == (not damaged)
+    assert made.kept_weights is not None
+    assert made.kept_weights.written.wait(WAIT_S)
 
 
 def test_a_note_that_cannot_be_written(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

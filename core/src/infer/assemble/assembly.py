@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -34,7 +35,7 @@ from infer.engine.loop import EngineLoop
 from infer.engine.pace import Pace
 from infer.engine.runner import Runner
 from infer.engine.speculation import Speculation
-from infer.errors import SettingsError
+from infer.errors import CheckpointError, SettingsError
 from infer.plugins.discovery import Offer, Plugins
 from infer.plugins.inspection import Named
 from infer.settings import compose
@@ -49,7 +50,7 @@ def start(
 ) -> tuple[EngineLoop, Served]:
     """Start the engine's thread, and load the model in it. torch's operations run on OpenMP, which gives every thread
     that computes a team of its own; with more than one team, the members would sleep after every operation.
-    ``await_memory`` returns when there is memory for weights and cache; a small tokenizer is read before."""
+    ``await_memory`` returns when there is memory for weights and cache; what takes little is done before."""
     served: Served
     settings = compose(settings, plugins)
     assembly, slots = Assembly(settings, plugins), AdapterSlots(settings.adapters.slots)
@@ -102,8 +103,7 @@ class Assembly(Blueprint):
         weights, dtype = self.weights, self.dtype
         sampling = weights.checkpoint.sampling if settings.model.generation_config == "auto" else {}
         if await_memory is not None:
-            if self.small_tokenizer is not None:
-                _ = self._texts
+            self._prepare()
             await_memory()
         log.info("engine.max_seq_len: %s", self.length[1])
         max_seq_len, texts = self.max_seq_len, self.texts(self.model.vocab_size)
@@ -115,6 +115,14 @@ class Assembly(Blueprint):
             time.perf_counter() - began,
         )
         return engine, self._served(texts, formats, sampling, verdict)
+
+    def _prepare(self) -> None:
+        """Do what takes little memory. The pages of packed weights are the system's, which has them from the file."""
+        if self.kept_weights is not None:
+            with suppress(CheckpointError):  # which loading says
+                self.kept_weights.open()
+        if self.small_tokenizer is not None:
+            _ = self._texts
 
     # What runs, once the model is loaded
 

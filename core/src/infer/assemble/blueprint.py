@@ -128,7 +128,7 @@ class Blueprint:
         if asked.weight_cache is None or asked.load_format == "dummy" or not isinstance(kernels, KeepingKernels):
             return None
         chosen = [self.chosen(point) for point in ("model", "weights", "kernels")]
-        identity = packed_identity(self.settings, self.checkpoint, self.context, chosen, kernels.layout)
+        identity = packed_identity(self.settings, self.checkpoint, self._shortest, chosen, kernels.layout)
         folder = weights_folder() if asked.weight_cache == "auto" else Path(asked.weight_cache).expanduser()
         return KeptWeights(folder, int(asked.weight_cache_gib * 2**30), identity)
 
@@ -136,7 +136,7 @@ class Blueprint:
     def length(self) -> tuple[int, str]:
         """``engine.max_seq_len``, or else as many positions as the checkpoint was made for and the cache can hold, and
         a sentence that says which."""
-        least = ModelContext(self.kernels, self.dtype, self.device, 2, self._wants_own_head)
+        least = self._shortest
         asked, own, cache = self.settings.engine.max_seq_len, self.checkpoint.max_positions, self.chosen("cache")
         if asked is not None:
             if asked > own:
@@ -162,8 +162,13 @@ class Blueprint:
     @cached_property
     def context(self) -> ModelContext:
         """What the model is made from."""
+        return replace(self._shortest, max_seq_len=self.length[0])
+
+    @property
+    def _shortest(self) -> ModelContext:
+        """The context for sequences of two tokens. It is known before there is memory to tell how long they may be."""
         slots = self.settings.adapters.slots
-        return ModelContext(self.kernels, self.dtype, self.device, self.length[0], self._wants_own_head, slots)
+        return ModelContext(self.kernels, self.dtype, self.device, 2, self._wants_own_head, slots)
 
     @property
     def _proposer(self) -> ProposerRegistration | None:

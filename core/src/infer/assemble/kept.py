@@ -59,7 +59,8 @@ class PackedFile:
     """A PackedMemory of a file. Nobody writes to it, and its pages are shared with other processes."""
 
     def __init__(self, path: Path, identity: Mapping[str, str]) -> None:
-        """Raises CheckpointError if it is damaged or of other weights."""
+        """Raises CheckpointError if it is damaged or of other weights. The system finds its pages in a thread of their
+        own: a start has other things to do meanwhile, and the first pass would stop at each piece of a few pages."""
         with path.open("rb") as file:
             state = _state(file.fileno())
             size = int.from_bytes(file.read(8), "little")
@@ -82,6 +83,7 @@ class PackedFile:
         self._compare(_Compared(path.with_suffix(COMPARED)), state, checks)
         self._coming = iter(self._weights)
         """Those that have not been asked for."""
+        threading.Thread(target=self._map_pages, name=THREAD, daemon=True).start()
 
     def _compare(self, before: _Compared, state: Mapping[str, object], checks: Sequence[int]) -> None:
         """Compare the bytes with their checksums, unless that was done ``before``. Since then nobody has written to the
@@ -104,12 +106,9 @@ class PackedFile:
         raise AssertionError("a file has all weights")
 
     def finish(self) -> None:
-        """Raise CheckpointError if there are more weights than the model has. Then have the system find every page, in
-        a thread of its own: the first pass would stop at each piece of a few pages otherwise, while a start that goes
-        on to read the tokenizer leaves a processor idle."""
+        """Raise CheckpointError if there are more weights than the model has."""
         if next(self._coming, None) is not None:
             raise CheckpointError("it has more weights than the model")
-        threading.Thread(target=self._map_pages, name=THREAD, daemon=True).start()
 
     def _map_pages(self) -> None:
         np.frombuffer(self._memory, np.uint8)[::PAGE].max()
@@ -127,26 +126,29 @@ class KeptWeights:
         """Bytes of the file that an engine computes with. They take memory, though the system counts them as free."""
         self.kept = False
         """Whether the weights are in the file, or on their way there."""
+        self._file: PackedFile | None = None
         self._leaving = threading.Event()
         self.written = threading.Event()
         """Set once nothing is to be written any more."""
 
     def open(self) -> PackedFile | None:
-        """None if there is no file. Raises CheckpointError."""
+        """The file, or None if there is none. It is opened once. Raises CheckpointError."""
+        if self._file is not None:
+            return self._file
         try:
             file = PackedFile(self.path, self._identity)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise CheckpointError(f"it cannot be read ({error.strerror})") from error
-        self.mapped, self.kept = file.nbytes, True
+        self._file, self.mapped, self.kept = file, file.nbytes, True
         self.written.set()
         log.info("packed weights: mapped from %s", self.path)
         return file
 
     def drop(self, why: InferError) -> None:
         """Remove the file, which is of no use."""
-        self.mapped, self.kept = 0, False
+        self._file, self.mapped, self.kept = None, 0, False
         self.written.clear()
         log.warning("packed weights: %s is dropped, and they are packed again: %s", self.path, why)
         with suppress(OSError):  # which ``keep`` will meet again
