@@ -65,8 +65,19 @@ CASES = [(4, 8, "symmetric"), (4, 16, "minimum"), (4, 4, "table"), (8, 8, "symme
 def test_dequantized(bits: int, group: int, form: str) -> None:
     weight = grouped(5, 32, bits, group, form)
     torch.testing.assert_close(weight.dequantize().double(), meaning(weight), rtol=1e-6, atol=1e-7)
+    assert weight.to(torch.device("cpu"), weight.dtype) is weight
     half = weight.to(torch.device("cpu"), torch.bfloat16).dequantize()
     assert torch.equal(half, weight.dequantize().bfloat16())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_copy_shares_nothing(form: str) -> None:
+    weight = grouped(5, 32, form=form)
+    copy, before = weight.clone(), weight.dequantize()
+    for tensor in (weight.codes, *weight.floats):
+        tensor.zero_()
+    assert torch.equal(copy.dequantize(), before)
+    assert (copy.bits, copy.int8_activations, copy.dtype) == (weight.bits, weight.int8_activations, weight.dtype)
 
 
 @pytest.mark.parametrize(("bits", "group", "form"), CASES)

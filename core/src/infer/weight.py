@@ -81,7 +81,8 @@ class GroupedWeight:
     def activation_group(self) -> int:
         """How many neighboring activations share a scale if they are int8: the weight's group, or the largest part of
         it with at most 128."""
-        return max(size for size in range(1, 129) if self.group_size % size == 0)
+        group = self.group_size
+        return max(size for size in range(1, 129) if group % size == 0)
 
     @property
     def nbytes(self) -> int:
@@ -93,14 +94,26 @@ class GroupedWeight:
         """The scales, and the minima or the table if there are any."""
         return [x for x in (self.scales_NG, self.minimum_NG, self.table) if x is not None]
 
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        """All tensors, by their fields."""
+        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+
     def to(self, device: torch.device, dtype: torch.dtype) -> GroupedWeight:
         """The weight on ``device``, for activations of ``dtype``. On the meta device, a table keeps its values, which
         are part of the weight's form."""
-        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        tensors = self._tensors
         if device.type == "meta":
             tensors.pop("table", None)
         moved: dict[str, Any] = {name: x.to(device) for name, x in tensors.items()}
+        if dtype == self.dtype and all(moved[name] is x for name, x in tensors.items()):
+            return self
         return replace(self, **moved, dtype=dtype)
+
+    def clone(self) -> GroupedWeight:
+        """A copy."""
+        copies: dict[str, Any] = {name: x.clone() for name, x in self._tensors.items()}
+        return replace(self, **copies)
 
     def rows(self, order_N: Tensor) -> GroupedWeight:
         """A copy of the rows ``order_N``, in that order."""

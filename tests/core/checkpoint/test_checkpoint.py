@@ -479,6 +479,17 @@ def test_outlines_open_a_file_once(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert opened == [folder / SINGLE]
 
 
+def test_an_outline_is_the_tensor_without_its_values(folder: Path) -> None:
+    dtypes = *tensors.DTYPES.values(), torch.float64, torch.bool, torch.float8_e5m2
+    given = {str(dtype): torch.zeros(3, 5, dtype=dtype) for dtype in dtypes} | {"scalar": torch.tensor(1.0)}
+    save_file(given, folder / SINGLE)
+    files = tensor_files(folder)
+    for name, tensor in given.items():
+        outline = files.outline(name)
+        assert outline.is_meta
+        assert (outline.dtype, outline.shape, outline.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+
+
 @pytest.mark.parametrize("keep", [0, 4, 8, 40, -1])
 def test_a_truncated_file(keep: int, folder: Path) -> None:
     data = (folder / SINGLE).read_bytes()
@@ -514,6 +525,7 @@ def test_a_type_that_torch_has_not(folder: Path) -> None:
     header = json.dumps({"a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
     (folder / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0\0")
     assert re.search(r"'a' of .* cannot be read", refused(lambda: load(folder)))
+    assert re.search(r"'a' of .* cannot be read", refused(lambda: tensor_files(folder).outline("a")))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.gguf", "a.pt"])

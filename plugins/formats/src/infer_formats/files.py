@@ -110,13 +110,13 @@ class QuantizedFiles:
         group each column is in, if columns of a group need not be neighbors. If they are not, or not all groups have
         the same size, the weight is dequantized.
         """
-        (_, G), groups = scales_NG.shape, torch.arange(K) // group_size
+        G = scales_NG.shape[1]
         if groups_K is not None and not 0 <= int(groups_K.min()) <= int(groups_K.max()) < G:
             raise CheckpointError(f"A column of {module!r} is in a group other than 0 to {G - 1} ({self.method}).")
         if zeros_NG is not None and bool((zeros_NG == 2 ** (bits - 1)).all()):
             zeros_NG = None
         whole = K % group_size == 0 and K * bits % 8 == 0
-        if whole and (groups_K is None or torch.equal(groups_K.long(), groups)):
+        if whole and (groups_K is None or torch.equal(groups_K.long(), torch.arange(K) // group_size)):
             minimum_NG = None if zeros_NG is None else -(zeros_NG.float() * scales_NG.float()).contiguous()
             codes = codes[:, : K * bits // 8].contiguous()
             return GroupedWeight(codes, scales_NG, bits, minimum_NG, int8_activations=int8_activations)
@@ -125,7 +125,7 @@ class QuantizedFiles:
             "weights whose groups are not neighbors of equal number are dequantized when they are read: they take as "
             "much memory as plain ones, and activations are not rounded",
         )
-        groups = groups if groups_K is None else groups_K.long()
+        groups = torch.arange(K) // group_size if groups_K is None else groups_K.long()
         values_NK = unpacked(codes, bits)[:, :K].float()
         values_NK -= 2 ** (bits - 1) if zeros_NG is None else _columns(zeros_NG, groups)
         values_NK *= _columns(scales_NG, groups)

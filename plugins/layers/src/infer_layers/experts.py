@@ -100,7 +100,7 @@ class Experts:
 
         def take(index: int, key: str, weight: Weight) -> None:
             nonlocal left
-            held[index][key] = _copied(weight)
+            held[index][key] = weight.clone()
             left -= 1
             if left == 0:  # Pack as soon as the layer is complete, so that only one expert is in memory twice.
                 self._packed = kernels.pack_experts(map(expert, range(count)), count)
@@ -161,12 +161,6 @@ class Experts:
 
 def _named(name: str, x: Tensor) -> Iterable[tuple[str, Tensor]]:
     return [(name, x)]
-
-
-def _copied(weight: Weight) -> Weight:
-    if isinstance(weight, Tensor):
-        return weight.clone()
-    return weight.rows(torch.arange(weight.shape[0], device=weight.codes.device))
 
 
 def _stacked(parts: Sequence[Weight], order_N: Tensor | None) -> Weight:

@@ -206,7 +206,7 @@ class PackedExperts(Packed):
 
         def take(index: int, part: str, weight: Weight) -> None:
             nonlocal left
-            held[index][part] = copied(weight)
+            held[index][part] = weight.clone()
             left -= 1
             if left == 0:
                 self._packed = self._kernels.pack_experts(map(expert, range(count)), count)
@@ -232,12 +232,6 @@ class PackedExperts(Packed):
             return torch.empty_like(x)
         with self.team:
             return self._kernels.gated_experts(x, experts.int(), shares.float(), self._packed, self._activation)
-
-
-def copied(weight: Weight) -> Weight:
-    if isinstance(weight, Tensor):
-        return weight.clone()
-    return weight.rows(torch.arange(weight.shape[0], device=weight.codes.device))
 
 
 def stacked(parts: Sequence[Weight]) -> Weight:
