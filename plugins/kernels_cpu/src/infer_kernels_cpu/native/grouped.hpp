@@ -38,7 +38,7 @@ struct Grouped {
 // Where in a word a code is, counted in bits. A word is decoded into parts, each of which meets a 32-bit word of
 // activations of type A.
 template <class A>
-inline int code_shift(int64_t k, int bits) {
+constexpr int code_shift(int64_t k, int bits) {
     constexpr int64_t each = 4 / sizeof(A);
     return int(k % each * (32 / each) + k / each * bits);
 }
@@ -66,35 +66,55 @@ inline float scale_at(const uint8_t* p, Scale kind, int64_t n) {
     return kind == Scale::BF16 ? to_float(((const bf16*)p)[n]) : half_to_float(((const uint16_t*)p)[n]);
 }
 
+// The codes of a word as they lie in a row, one after the other, each at its ``code_shift``.
+template <class A>
+constexpr uint32_t shifted(uint32_t word, int bits) {
+    auto swap = [&](int by, uint32_t of) {  // the parts ``of`` a word with those ``by`` bits further up
+        uint32_t change = (word ^ word >> by) & of;
+        word ^= change ^ change << by;
+    };
+    if (sizeof(A) == 1 && bits == 4) swap(8, 0x0000ff00u), swap(4, 0x00f000f0u);
+    if (sizeof(A) == 2 && bits == 4) swap(4, 0x00f000f0u), swap(8, 0x0000ff00u);
+    if (sizeof(A) == 2 && bits == 8) swap(8, 0x0000ff00u);
+    return word;
+}
+
+template <class A>
+constexpr bool shifted_as_told(int bits) {
+    for (int k = 0; k < 32 / bits; k++)
+        if (shifted<A>(1u << k * bits, bits) != 1u << code_shift<A>(k, bits)) return false;
+    return true;
+}
+static_assert(shifted_as_told<int8_t>(4) && shifted_as_told<bf16>(4) && shifted_as_told<float>(4));
+static_assert(shifted_as_told<int8_t>(8) && shifted_as_told<bf16>(8) && shifted_as_told<float>(8));
+
 // Packs ``codes`` [N][K * bits / 8], and scales and perhaps minima [N][G], where K / G is a multiple of the group.
 template <class A>
 void pack_grouped(const Grouped& to, const uint8_t* codes, const void* scales, const void* minima, int64_t G) {
-    int64_t parts = to.gated ? 2 : 1, columns = PANEL / parts, rows = to.N / parts;
-    int64_t size = to.scales == Scale::FLOAT ? 4 : 2, wide = to.K / G / to.group, per = to.per_word();
-    int shifts[8];
-    for (int64_t k = 0; k < per; k++) shifts[k] = code_shift<A>(k, to.bits);
+    int64_t parts = to.gated ? 2 : 1, columns = PANEL / parts, rows = to.N / parts, per = to.per_word();
+    int64_t size = to.scales == Scale::FLOAT ? 4 : 2, wide = to.K / G / to.group, bytes = to.group * to.bits / 8;
+    bool whole = to.group % per == 0;
     parallel(to.panels(), [&](int64_t p) {
-        for (int64_t n = 0; n < PANEL; n++) {
-            int64_t within = p * columns + n % columns, row = n / columns * rows + within;
-            bool real = within < rows;
-            for (int64_t g = 0; g < to.groups(); g++) {
-                uint8_t* at = to.packed + p * to.panel_bytes() + g * to.group_bytes();
-                std::memset(at + n * size, 0, size);
-                if (to.minimum) std::memset(at + to.scale_bytes() + n * size, 0, size);
-                if (real) {
-                    int64_t place = (row * G + g / wide) * size;
-                    std::memcpy(at + n * size, (const uint8_t*)scales + place, size);
-                    if (to.minimum) std::memcpy(at + to.scale_bytes() + n * size, (const uint8_t*)minima + place, size);
+        for (int64_t g = 0; g < to.groups(); g++) {
+            uint8_t* at = to.packed + p * to.panel_bytes() + g * to.group_bytes();
+            std::memset(at, 0, to.group_bytes());
+            uint32_t* words = (uint32_t*)(at + to.header_bytes());
+            for (int64_t n = 0; n < PANEL; n++) {
+                int64_t within = p * columns + n % columns, row = n / columns * rows + within;
+                if (within >= rows) continue;
+                int64_t place = (row * G + g / wide) * size;
+                std::memcpy(at + n * size, (const uint8_t*)scales + place, size);
+                if (to.minimum) std::memcpy(at + to.scale_bytes() + n * size, (const uint8_t*)minima + place, size);
+                if (whole) {
+                    const uint8_t* from = codes + row * (to.K * to.bits / 8) + g * bytes;
+                    for (int64_t s = 0; s < to.words(); s++)
+                        words[s * PANEL + n] = shifted<A>(load_as<uint32_t>(from + 4 * s), to.bits);
+                    continue;
                 }
-                uint32_t* words = (uint32_t*)(at + to.header_bytes());
-                for (int64_t s = 0; s < to.words(); s++) {
-                    uint32_t word = 0;
-                    for (int64_t k = 0; real && k < std::min(per, to.group - s * per); k++) {
-                        int64_t i = row * to.K + g * to.group + s * per + k;
-                        uint32_t code = to.bits == 8 ? codes[i] : codes[i / 2] >> (i % 2 * 4) & 15;
-                        word |= code << shifts[k];
-                    }
-                    words[s * PANEL + n] = word;
+                for (int64_t k = 0; k < to.group; k++) {
+                    int64_t i = row * to.K + g * to.group + k;
+                    uint32_t code = to.bits == 8 ? codes[i] : codes[i / 2] >> (i % 2 * 4) & 15;
+                    words[k / per * PANEL + n] |= code << code_shift<A>(k % per, to.bits);
                 }
             }
         }
