@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import logging
@@ -671,3 +672,29 @@ def test_a_pool_that_fails_is_named_and_not_the_scheduler_that_asks_it() -> None
     with llm, pytest.raises(EngineDeadError, match=says) as failed:
         llm.generate("def ", SamplingParams(max_tokens=1))
     assert "scheduler" not in str(failed.value)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_no_garbage_is_collected_while_plugins_are_imported(before: bool) -> None:
+    collected = list[str]()
+
+    def note(phase: str, info: object) -> None:
+        collected.append(phase)
+
+    class Entry:
+        dist = None
+        name = value = "many"
+
+        def load(self) -> object:
+            gc.callbacks.append(note)
+            many = [list[int]() for _ in range(2 * gc.get_threshold()[0])]
+            gc.callbacks.remove(note)
+            return SimpleNamespace(many=many)
+
+    (gc.enable if before else gc.disable)()
+    try:
+        Plugins.discover(installed=[Entry()])  # type: ignore[list-item]
+        assert gc.isenabled() == before
+    finally:
+        gc.enable()
+    assert collected == []

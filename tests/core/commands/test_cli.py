@@ -154,6 +154,15 @@ def test_help_imports_no_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
+def test_no_collection_looks_through_what_is_imported(tmp_path: Path) -> None:
+    program = (
+        "import atexit, gc; from infer.commands.cli import main; "
+        "atexit.register(lambda: print(gc.isenabled(), gc.get_freeze_count() > 100_000)); main(['plugins'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("True True\n")
+
+
 def test_plugins_and_settings_as_json(tmp_path: Path) -> None:
     found = json.loads(infer("plugins", "--json", "--model.path", "none", cwd=tmp_path).stdout)
     (slotted,) = [row for row in found["parts"] if row["name"] == "slotted"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import gc
 import logging
 import os
 import sys
@@ -69,6 +70,7 @@ def _run(settings_argv: Sequence[str], rest: Sequence[str]) -> int:
     others = None if rest and rest[0] in commands else _elsewhere()
     args, unknown = _parser(commands.values(), others).parse_known_args(rest, argparse.Namespace(passed_on=passed_on))
     plugins = plugins or Plugins.discover()
+    gc.freeze()  # what is imported stays, and no collection needs to look through it
     offer = _command(plugins, args.command)
     if unknown:
         raise SettingsError(_not_understood(unknown[0], args, plugins))
