@@ -307,19 +307,22 @@ def resident(file: Path) -> int:
 
 
 def test_the_system_finds_all_pages_beside_the_start(tmp_path: Path) -> None:
-    weights = kept.KeptWeights(tmp_path, 1 << 30, {"of": "a test"})
+    def found() -> None:
+        for thread in threading.enumerate():
+            if thread.name == kept.THREAD:
+                thread.join(WAIT_S)
+
+    made = functools.partial(kept.KeptWeights, tmp_path, 1 << 30, {"of": "a test"})
+    weights = made()
     weights.keep([memoryview(random.Random(0).randbytes(1 << 23))])
     assert weights.written.wait(WAIT_S)
-    weights.open()  # which reads all of it, to compare it
-    again = kept.KeptWeights(tmp_path, 1 << 30, {"of": "a test"})
-    file = again.open()
+    made().open()  # which reads all of it, to compare it
+    found()
+    assert resident(weights.path) == 0
+    file = weights.open()
     assert file is not None
-    assert again.open() is file
-    assert file.find(1 << 23) is not None
-    file.finish()
-    for thread in threading.enumerate():
-        if thread.name == kept.THREAD:
-            thread.join(WAIT_S)
+    assert weights.open() is file
+    found()
     assert resident(weights.path) >= 1 << 23
 
 
@@ -419,6 +422,11 @@ def test_what_is_packed_otherwise_has_a_file_of_its_own(
     for count, way in enumerate(ways, 1):
         logits(base, cache, **way)
         assert len(files(cache)) == count, way
+    first, second = assembled(base, cache, **ways[-1]), assembled(base, cache, **ways[-1])._second(str(base), 64)
+    paths = [
+        each.kept_weights.path for each in (first, second, assembled(base, cache)) if each.kept_weights is not None
+    ]
+    assert paths[0] != paths[1] == paths[2], "a model that drafts is packed without places for adapters"
     monkeypatch.setenv("INFER_CPU_LEVEL", "portable")
     logits(base, cache)
     assert len(files(cache)) == len(ways) + 1

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from tests.models.checkpoints import write_checkpoint
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from infer import LLM, PLUGIN_API, CheckpointError, RequestError, SamplingParams, SettingsError, hookimpl
+from infer.assemble import texts
 from infer.assemble.assembly import start
 from infer.assemble.texts import read_beforehand
 from infer.contracts.scheduler import SchedulerRegistration, Sequence
@@ -118,6 +119,19 @@ def test_a_tokenizer_that_is_known_beforehand_is_read_once(monkeypatch: pytest.M
         assert llm.served.tokenizer.encode("def f").ids
     with pytest.raises(CheckpointError, match="cannot be read: 'NoneType'"):
         LLM("demo")
+
+
+def test_a_tokenizer_of_another_model_is_let_go_before_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, held = texts._parsed, list[int]()
+
+    def reading(data: bytes, marks: frozenset[str]) -> Tokenizer:
+        held.append(len(texts.beforehand))
+        return read(data, marks)
+
+    monkeypatch.setattr(texts, "_parsed", reading)
+    texts.beforehand[b"", frozenset()] = Tokenizer(models.BPE())
+    with LLM("demo"):
+        assert held == [0]
 
 
 def test_more_prompts_than_places_and_each_its_own_params(llm: LLM) -> None:

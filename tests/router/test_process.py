@@ -79,7 +79,7 @@ def test_how_a_process_has_ended() -> None:
     assert ending(0) == "ended with code 0"
     assert ending(-signal.SIGTERM) == "was ended by signal 15"
     assert ending(-signal.SIGKILL) == "was ended by signal 9, as when memory runs out"
-    assert ending(-signal.SIGALRM) == "was ended by signal 14, since its imports took too long"
+    assert ending(-signal.SIGALRM) == "was ended by signal 14, since it was not ready in time"
 
 
 @pytest.mark.slow

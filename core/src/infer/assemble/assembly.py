@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -117,10 +116,13 @@ class Assembly(Blueprint):
         return engine, self._served(texts, formats, sampling, verdict)
 
     def _prepare(self) -> None:
-        """Do what takes little memory. The pages of packed weights are the system's, which has them from the file."""
-        if self.kept_weights is not None:
-            with suppress(CheckpointError):  # which loading says
+        """Do what takes little memory. The pages of packed weights are the system's, which has them from the file. On a
+        GPU, kernels take memory there as soon as they are made."""
+        if self.device.type == "cpu" and self.kept_weights is not None:
+            try:
                 self.kept_weights.open()
+            except CheckpointError as error:
+                self.kept_weights.drop(error)
         if self.small_tokenizer is not None:
             _ = self._texts
 

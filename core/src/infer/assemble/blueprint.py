@@ -34,7 +34,7 @@ from infer.contracts.model import (
     StatefulModel,
 )
 from infer.contracts.proposer import OwnHead, ProposerContext, ProposerRegistration, SecondModel
-from infer.contracts.sections import Settings, slow_dtype
+from infer.contracts.sections import AdaptersSettings, Settings, slow_dtype
 from infer.engine.exactness import LENGTH
 from infer.errors import InferError, SettingsError
 from infer.plugins.discovery import Offer, Plugins
@@ -355,6 +355,7 @@ class Blueprint:
         update = {
             "model": settings.model.model_copy(update=own),
             "engine": settings.engine.model_copy(update={"speculation": None}),
+            "adapters": AdaptersSettings(),
         }
         return type(self)(settings.model_copy(update=update), self.plugins, outlines=self._outlines)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence, Set
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +38,10 @@ class Texts(NamedTuple):
     """None if the model does not reason."""
 
 
+beforehand: dict[tuple[bytes, frozenset[str]], Tokenizer] = {}
+"""A tokenizer that was read before there was a checkpoint, by its tokenizer.json and its marks."""
+
+
 def read_texts(settings: Settings, plugins: Plugins, checkpoint: Checkpoint) -> Texts:
     """The tokenizer, the chat template and the reasoning's tags. Raises CheckpointError, PluginError and
     SettingsError."""
@@ -50,7 +53,8 @@ def read_texts(settings: Settings, plugins: Plugins, checkpoint: Checkpoint) -> 
 
 def read_beforehand(file: Path, settings: Settings, plugins: Plugins) -> None:
     """Read a tokenizer.json that ``read_texts`` may need, if the settings have nothing to say about marks."""
-    parsed(file.read_bytes(), _marks(plugins, _reasoning(settings, plugins, "")[1]))
+    wanted = file.read_bytes(), _marks(plugins, _reasoning(settings, plugins, "")[1])
+    beforehand[wanted] = _parsed(*wanted)
 
 
 def _marks(plugins: Plugins, reasonings: Sequence[ReasoningTags]) -> frozenset[str]:
@@ -126,8 +130,10 @@ def read_tokenizer(path: str | None, checkpoint: Checkpoint, marks: Set[str]) ->
     whose = _tokenizer_of(path, checkpoint)
     try:
         data = Path(path).read_bytes() if path is not None else checkpoint.container.tokenizer()
-        tokenizer = parsed(data, frozenset(marks))
-        parsed.cache_clear()  # nobody asks again
+        wanted = data, frozenset(marks)
+        known = beforehand.pop(wanted, None)
+        beforehand.clear()  # nobody asks again, and two at once may take hundreds of MiB
+        tokenizer = known or _parsed(*wanted)
     except CheckpointError:
         raise
     except Exception as error:  # the library raises bare Exceptions
@@ -142,14 +148,12 @@ def read_tokenizer(path: str | None, checkpoint: Checkpoint, marks: Set[str]) ->
     return tokenizer
 
 
-@lru_cache(1)
-def parsed(data: bytes, marks: frozenset[str]) -> Tokenizer:
-    """A tokenizer.json with ``marks`` as ordinary tokens. The last one is kept for ``read_tokenizer``: it may be known
-    before there is a checkpoint."""
+def _parsed(data: bytes, marks: frozenset[str]) -> Tokenizer:
+    """A tokenizer.json with ``marks`` as ordinary tokens."""
     tokenizer = Tokenizer.from_buffer(data)
     if (changed := _with_visible_marks(tokenizer, marks)) is None:
         return tokenizer
-    del tokenizer  # two at once may take hundreds of MiB
+    del tokenizer
     return Tokenizer.from_str(changed)
 
 

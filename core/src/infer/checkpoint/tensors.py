@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,26 +64,28 @@ class TensorFiles:
 
     def outline(self, name: str) -> Tensor:
         """The tensor without values, on torch's meta device. None of its bytes are read."""
-        about = self._file(name).get_slice(name)
-        if (dtype := DTYPES.get(about.get_dtype())) is None:
-            return self._view(name).to("meta")
-        return torch.empty(about.get_shape(), dtype=dtype, device="meta")  # ten times as fast as a view
+        with self._opening(name) as file:
+            about = file.get_slice(name)
+            if (dtype := DTYPES.get(about.get_dtype())) is not None:
+                return torch.empty(about.get_shape(), dtype=dtype, device="meta")  # ten times as fast as a view
+        return self._view(name).to("meta")
 
     def _view(self, name: str) -> Tensor:
-        file = self._file(name)
-        try:
+        with self._opening(name) as file:
             tensor: Tensor = file.get_tensor(name)
-        except Exception as error:  # the library raises no error of its own for types that torch lacks
-            raise CheckpointError(f"The tensor {name!r} of {self._files[name]} cannot be read: {error}.") from error
         return tensor
 
-    def _file(self, name: str) -> Any:
-        """The opened file that has the tensor."""
+    @contextmanager
+    def _opening(self, name: str) -> Iterator[Any]:
+        """The opened file that has the tensor. Raises CheckpointError for whatever keeps the tensor from being read."""
         file = self._files[name]
         if self._opened is None or self._opened[0] != file:
             self._opened = None  # unmap this file before the next is mapped
             self._opened, self._read = (file, _open(file)), 0
-        return self._opened[1]
+        try:
+            yield self._opened[1]
+        except Exception as error:  # the library raises no error of its own for types that torch lacks
+            raise CheckpointError(f"The tensor {name!r} of {file} cannot be read: {error}.") from error
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit code: 0 for success, 1 for failed work, 2 for an error that the user can fix."""
     settings_argv, rest = split_arguments(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(settings_argv, rest)
+        return _run(settings_argv, rest, own=argv is None)
     except InferError as error:
         print(f"infer: {error}", file=sys.stderr)
         return error.exit_code
@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _run(settings_argv: Sequence[str], rest: Sequence[str]) -> int:
+def _run(settings_argv: Sequence[str], rest: Sequence[str], *, own: bool) -> int:
+    """Run a command, in a process that is its ``own`` or somebody else's."""
     commands, plugins = {command.name: command for command in COMMANDS}, None
     if rest and not rest[0].startswith("-") and rest[0] not in commands:
         # Load plugins only if needed, because it takes as long as importing torch.
@@ -70,7 +71,8 @@ def _run(settings_argv: Sequence[str], rest: Sequence[str]) -> int:
     others = None if rest and rest[0] in commands else _elsewhere()
     args, unknown = _parser(commands.values(), others).parse_known_args(rest, argparse.Namespace(passed_on=passed_on))
     plugins = plugins or Plugins.discover()
-    gc.freeze()  # what is imported stays, and no collection needs to look through it
+    if own:
+        gc.freeze()  # what is imported stays, and no collection needs to look through it
     offer = _command(plugins, args.command)
     if unknown:
         raise SettingsError(_not_understood(unknown[0], args, plugins))

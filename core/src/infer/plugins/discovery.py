@@ -37,8 +37,8 @@ GROUP = "infer"
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Collect no garbage meanwhile. What imports make stays, and to look through it again and again takes a fifth of a
-    start."""
+    """Collect no garbage meanwhile. What imports make stays, and to look through it again and again takes a sixth
+    of a start."""
     enabled = gc.isenabled()
     gc.disable()
     try:

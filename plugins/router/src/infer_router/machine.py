@@ -31,9 +31,9 @@ MOST_LINE = 1 << 24
 MOST_MODULES = 8192
 """How many modules a process that waits for a model imports at most: those of the latest models."""
 WARM_S = 120.0
-"""How long such a process may take to import them: many times what it needs on a machine that is not busy."""
+"""How long such a process may take until it waits: many times what it needs on a machine that is not busy."""
 ORDERS_S = 30.0
-"""How long one that has imported them may take to say that it has read what its model is."""
+"""How long one that waits may take to say that it has read what its model is."""
 
 
 class EngineProcess:

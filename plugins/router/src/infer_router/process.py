@@ -5,10 +5,10 @@ object: the ``settings`` (nested; nothing else is read, neither files nor variab
 takes, and for an engine of several, the ``memory`` that all have, whether it serves ``again`` what another one has
 served, and whether there is ``room`` for it: if not, it reads what takes little, and waits for the line ``room``. It
 says ``infer: ready on URL`` when it serves, or why it cannot. A ``spare`` becomes an engine: it has a line before that
-one, with the ``modules`` that engines came to import and the file of a ``tokenizer`` that may be asked for. It reads
-both, waits for the other line, and says when it has read it. With ``sizes``, it says how much memory the model would
-take, or without ``memory``, how much is free. It ends when its input does, which is when its parent has ended in
-whatever way, and drains on SIGTERM."""
+one, with the ``modules`` that engines came to import and the file of a ``tokenizer`` that may be asked for. It
+imports the ones, reads the other, waits for the next line, and says when it has read that. With ``sizes``, it says how
+much memory the model would take, or without ``memory``, how much is free. It ends when its input does, which is when
+its parent has ended in whatever way, and drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def ending(code: int) -> str:
         return f"ended with code {code}"
     why: dict[int, str] = {
         signal.SIGKILL: ", as when memory runs out",
-        signal.SIGALRM: ", since its imports took too long",
+        signal.SIGALRM: ", since it was not ready in time",
     }
     return f"was ended by signal {-code}{why.get(-code, '')}"
 
