@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "core/src/infer"
 KIT = "../../../plugins/testing/src/infer_testing"
 LAYERS = "../../../plugins/layers/src/infer_layers"
+PAGED = "../../../plugins/cache_paged/src/infer_cache_paged"
 SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     "Hooks": (
         "What a plugin's module implements, and what it states about itself.",
@@ -31,7 +32,6 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
             ("Attention", "whoever writes caches, kernels or models", "attention"),
             ("States", "whoever writes recurrent layers, or kernels for them", "states"),
             ("Caches", "the author of a cache pool", "cache"),
-            ("Tiers", "the author of a tier", "tier"),
             ("Kernels", "the author of kernels", "kernels"),
             ("Models", "the author of a model family", "model"),
             ("Checkpoints", "the author of a container or a weight format", "weights"),
@@ -74,6 +74,11 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
         "What cache pools are made of. Import it from `infer.cache`.",
         "cache/__init__.py",
         tuple(f"cache/{name}.py" for name in ("block_manager", "storage", "state_manager", "states", "pool")),
+    ),
+    "Tiers": (
+        "What keeps the K/V of blocks outside a paged pool's memory. Import it from `infer_cache_paged.tier`.",
+        f"{PAGED}/tier.py",
+        (f"{PAGED}/tier.py",),
     ),
     "Scheduling": (
         "What schedulers are made of. Import the policies from `infer.engine.schedulers`, the rest from "

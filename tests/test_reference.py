@@ -39,7 +39,7 @@ def test_it_has_what_the_contract_names_and_says_how_a_class_is_made() -> None:
     # Requests and parameters are public names of infer, and settings have a page of their own.
     readers = {each.name for each in pkgutil.iter_modules(contracts.__path__)} - {"params", "request", "sections"}
     modules = [*map(importlib.import_module, named | {f"infer.contracts.{name}" for name in readers})]
-    assert len(modules) == 8 + 17
+    assert len(modules) == 9 + 16
     missing = []
     for module in modules:
         own = [name for name, what in vars(module).items() if getattr(what, "__module__", "") == module.__name__]

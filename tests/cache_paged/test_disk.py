@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from infer.contracts.tier import BlockKey, TierProtocol
 from infer.errors import SettingsError
 from infer_cache_paged import disk
 from infer_cache_paged.disk import DiskTier
+from infer_cache_paged.tier import BlockKey, TierProtocol
 
 HEAD = b'{"checkpoint": "that one"}'
 PAYLOAD = 5000

@@ -20,10 +20,10 @@ from infer.contracts.attention import AttentionSpec, QuantizedKV
 from infer.contracts.cache import Allocation, CacheContext, LastingPool
 from infer.contracts.request import Request
 from infer.contracts.states import StateSpec
-from infer.contracts.tier import BlockKey, TierProtocol
 from infer.errors import SettingsError
 from infer.kernels.reference import ReferenceKernels
 from infer_cache_paged import PagedPool, PagedSettings, make_pool
+from infer_cache_paged.tier import BlockKey, TierProtocol
 from infer_cache_paged.tiered import STALL_S, TieredPool
 from infer_testing import check_pool
 

@@ -7,7 +7,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from infer.contracts.tier import BlockKey, Payload
+from infer_cache_paged.tier import BlockKey, Payload
 
 
 @dataclass

@@ -24,8 +24,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from infer.contracts.tier import BlockKey, Payload
 from infer.errors import SettingsError
+from infer_cache_paged.tier import BlockKey, Payload
 
 log = logging.getLogger(__name__)
 

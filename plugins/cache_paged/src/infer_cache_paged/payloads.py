@@ -11,8 +11,8 @@ from torch import Tensor
 from infer.cache import KVStorage, StateStorage
 from infer.cache.storage import parts_of_a_place
 from infer.contracts.attention import QuantizedKV
-from infer.contracts.tier import Payload
 from infer_cache_paged.pages import Block, Group
+from infer_cache_paged.tier import Payload
 
 
 class Payloads:

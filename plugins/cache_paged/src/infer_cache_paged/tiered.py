@@ -22,11 +22,11 @@ from typing import Any
 
 from infer.contracts.cache import Allocation, CacheContext
 from infer.contracts.request import is_of_base
-from infer.contracts.tier import BlockKey, Payload, TierProtocol
 from infer.errors import SettingsError
 from infer_cache_paged.pages import Node
 from infer_cache_paged.payloads import Payloads
 from infer_cache_paged.pool import PagedPool, PagedSettings, block_tables
+from infer_cache_paged.tier import BlockKey, Payload, TierProtocol
 
 log = logging.getLogger(__name__)
 
