@@ -13,13 +13,13 @@ from torch import Tensor
 from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Rotary
 from infer.contracts.kernels import Activation, Draws, Expert, ExpertActivation, RecorderProtocol, Routing
 from infer.contracts.states import DeltaRule, StateRows, StateSpace
-from infer.device import CudaRecorder
 from infer.errors import SettingsError
 from infer.kernels.reference import SMALLEST_SUM, ReferenceKernels
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_triton import assembler, attention, elementwise, grouped, matmul, sampling, states
 from infer_kernels_triton import experts as mixture
 from infer_kernels_triton.configs import LARGEST_HEAD, Config, configs, multiprocessors
+from infer_kernels_triton.recording import CudaRecorder
 
 log = logging.getLogger(__name__)
 
