@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from tests.core.text.test_tools import FORMATS
 from tests.examples import slowly
+from tests.server.test_calling import FORMATS
 
 from infer.contracts.grammar import Checked, Vocabulary
 from infer.contracts.params import CallOutputs, ToolGrammar
 from infer.contracts.text import ReasoningTags
 from infer.text.grammars import error_of
-from infer.text.tools import calls_schema, make_parser
 from infer_llguidance.backend import LLGuidance
+from infer_server.calling import calls_schema, make_parser
 from infer_server.replies import ToolUse
 from infer_server.tools import TEXT_PARAMETERS
 from infer_tool_formats import infer_tool_formats

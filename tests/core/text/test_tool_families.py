@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pytest
-from tests.core.text.test_tools import FORMATS
+from tests.server.test_calling import FORMATS
 
 from infer.contracts.registration import NoSettings
 from infer.contracts.text import ReasoningTags, Tools
 from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL, ChatTemplate
 from infer.text.tool_formats import recognize
-from infer.text.tools import make_parser
+from infer_server.calling import make_parser
 from infer_tool_formats import infer_reasoning_formats, infer_tool_formats
 
 REASONING: dict[str, ReasoningTags] = {each.name: each.factory(NoSettings()) for each in infer_reasoning_formats()}

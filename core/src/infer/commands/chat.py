@@ -13,7 +13,7 @@ from infer.contracts.command import CommandContext, CommandRegistration
 from infer.contracts.params import SamplingParams
 from infer.errors import InferError
 from infer.flags import LOADING, NAMED, add_settings
-from infer.text.tools import make_parser, opens_reasoning
+from infer.text.reasoning import opens_reasoning, read_content, read_reasoning
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,7 +75,8 @@ def _answer(llm: LLM, console: Console, messages: Sequence[dict[str, str]], para
 
     prompt = llm.render(messages)
     tags = llm.served.reasoning
-    parser = make_parser({}, None, tags=tags, thinking=tags is not None and opens_reasoning(prompt, tags))
+    thinking = tags is not None and opens_reasoning(prompt, tags)
+    parser = read_reasoning(read_content(tags, {}), tags, thinking=thinking)
     shown = {"reasoning": "", "content": ""}
     live = Live(console=console, vertical_overflow="visible") if console.is_terminal else None
     with live or nullcontext():

@@ -1,1 +1,1 @@
-"""From text to tokens and back: templates, encoding, tool calls and reasoning, grammars, detokenization."""
+"""From text to tokens and back: templates, encoding, reasoning, formats of tool calls, grammars, detokenization."""

@@ -13,8 +13,8 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import to_json
 
 from infer.contracts.params import MAX_STOP_CHARS, MAX_STOPS, SamplingParams, StructuredOutputs
-from infer.text.tools import ID_LENGTH
 from infer_agents.response_tools import MAX_OFFERS
+from infer_server.calling import ID_LENGTH
 from infer_server.http.body import Body, Many, Text
 from infer_server.messages import Kept
 from infer_server.replies import ToolUse

@@ -16,8 +16,8 @@ from infer.contracts.server import Route
 from infer.contracts.text import Piece
 from infer.errors import RequestError
 from infer.text.encoding import TooLongError
-from infer.text.tools import call_id
 from infer_agents.message_bodies import ID_PREFIX, MessagesRequest, Thought
+from infer_server.calling import call_id
 from infer_server.events import Events, Json
 from infer_server.http.errors import REQUEST_ID
 from infer_server.http.parsing import checked

@@ -9,8 +9,8 @@ from aiohttp import web
 
 from infer.contracts.request import Event, FinishReason
 from infer.contracts.text import PartProtocol, Piece
-from infer.text.tools import call_id
 from infer_agents.response_tools import Offer
+from infer_server.calling import call_id
 from infer_server.events import Events, Json
 from infer_server.http.errors import error_of
 from infer_server.http.streams import Array

@@ -15,9 +15,9 @@ from infer.contracts.request import Event, Request
 from infer.contracts.server import Route
 from infer.contracts.text import PartProtocol
 from infer.errors import RequestError
-from infer.text.tools import call_id
 from infer_ollama.bodies import Answered, ChatBody, GenerateBody
 from infer_ollama.models import check_served, now
+from infer_server.calling import call_id
 from infer_server.events import Events, Json
 from infer_server.http.parsing import checked
 from infer_server.http.streams import Array

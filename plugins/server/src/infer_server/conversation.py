@@ -15,9 +15,9 @@ from infer.contracts.request import ThinkingTokens
 from infer.contracts.sections import ModelSettings
 from infer.contracts.text import ReasoningTags
 from infer.errors import RequestError, installing
+from infer.text.reasoning import opens_reasoning
 from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL, REASONING, TemplateStyle, effort_variables
 from infer.text.tool_formats import ToolFormat, recognize
-from infer.text.tools import opens_reasoning
 from infer_server.http.body import Body
 from infer_server.http.parsing import checked
 from infer_server.rendering import Renderer

@@ -10,7 +10,7 @@ from infer.contracts.params import CallOutputs, SamplingParams, StructuredOutput
 from infer.contracts.request import ThinkingTokens
 from infer.contracts.text import PartProtocol, ReasoningTags
 from infer.text.tool_formats import ToolFormat
-from infer.text.tools import Whole, calls_schema, make_parser
+from infer_server.calling import Whole, calls_schema, make_parser
 from infer_server.thoughts import Thoughts
 from infer_server.tokens import Tokens
 

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from infer.contracts.params import MAX_LOGPROBS, SamplingParams, ToolGrammar
 from infer.contracts.request import FinishReason, Request, TokenLogprobs
 from infer.contracts.server import Route
-from infer.text.tools import Calls
+from infer_server.calling import Calls
 from infer_server.events import Events, Json
 from infer_server.http.access import CALLER
 from infer_server.http.body import Many

@@ -16,9 +16,10 @@ from tests.examples import slowly
 
 from infer.contracts.registration import NoSettings
 from infer.contracts.text import Piece, ReasoningTags
+from infer.text.reasoning import opens_reasoning
 from infer.text.tool_formats import ToolFormat, recognize
 from infer.text.tool_formats.reader import Script
-from infer.text.tools import Calls, calls_schema, make_parser, opens_reasoning
+from infer_server.calling import Calls, calls_schema, make_parser
 from infer_tool_formats import harmony, infer_tool_formats
 
 FORMATS = {

@@ -1,6 +1,6 @@
-"""Parsers that separate a chat model's answer into reasoning, text and tool calls.
+"""Tool calls in a chat model's answer: read from its text, forced by a schema, and written as OpenAI's API has them.
 
-They take the answer's text in pieces, and their result does not depend on where the text was cut.
+What reads them takes the answer's text in pieces, and its result does not depend on where the text was cut.
 """
 
 from __future__ import annotations
@@ -15,19 +15,9 @@ from typing import Any
 from pydantic_core import from_json
 
 from infer.contracts.text import PartProtocol, Piece, ReasoningTags, Tools
+from infer.text.reasoning import read_content, read_reasoning
 from infer.text.tool_formats import ToolFormat
-from infer.text.tool_formats.reader import (
-    Marks,
-    Reader,
-    Script,
-    Steps,
-    ahead,
-    arguments,
-    comes,
-    prose,
-    run,
-    spaces,
-)
+from infer.text.tool_formats.reader import Marks, Reader, Script, Steps, ahead, arguments, prose, run
 
 ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9
@@ -41,17 +31,6 @@ _LISTED = re.compile(r'\[?\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,258})"\s*,\s*"
 _LOOK_AHEAD = 1024
 """What ``_LISTED`` matches is not longer: a grammar bounds the whitespace."""
 _NEXT = re.compile(r"[^\s},\]]")
-
-
-class Plain:
-    """A parser for answers without tool calls: all text is content."""
-
-    def push(self, text: str) -> Iterator[Piece]:
-        if text:
-            yield Piece("content", text)
-
-    def flush(self) -> Iterator[Piece]:
-        yield from ()
 
 
 class Filter:
@@ -105,44 +84,6 @@ class Answer(Filter):
             self._begun, self._blank = False, []
         if self._most is None or self._count <= self._most:
             yield piece
-
-
-def reasoned(reader: Reader, part: PartProtocol, tags: ReasoningTags, within: bool, exact: bool = False) -> Steps[None]:
-    """Read reasoning between tags at the beginning of an answer, then pass the rest to ``part``. Tags further on are
-    ordinary text. Whitespace around the reasoning is dropped; ``exact`` keeps what follows it. ``within`` means that
-    the prompt has opened the tags."""
-    blank = "" if within else (yield from spaces(reader))
-    while within or (yield from comes(reader, tags.opening)):
-        reader.take(0 if within else len(tags.opening))
-        yield from _thought(reader, Marks(tags.closing))
-        if not exact:
-            yield from spaces(reader)
-        within, blank = False, ""
-    yield from part.push(blank)
-    while True:
-        yield from part.push(reader.take())
-        if reader.ended:
-            break
-        yield None
-    yield from part.flush()
-
-
-def _thought(reader: Reader, closing: Marks) -> Steps[None]:
-    yield from spaces(reader)
-    blank: list[str] = []
-    while True:
-        found = reader.find(closing.pattern)
-        text = reader.before(found) if found else reader.take(len(reader) - closing.begun(reader.last(closing.longest)))
-        if not found and reader.ended:
-            text += reader.take()
-        if shown := text.rstrip():
-            yield Piece("reasoning", "".join([*blank, shown]))
-            blank = []
-        blank.append(text[len(shown) :])
-        if found or reader.ended:
-            reader.take(closing.longest)
-            return
-        yield None
 
 
 class Within(Filter):
@@ -261,25 +202,16 @@ def make_parser(
     a schema (``calls_schema``) restricts it to calls; one that is cut off before its arguments is content. The model
     reasons between ``tags``, if given; ``thinking`` means that the prompt has opened them. ``custom`` are those of
     the tools that take a text. ``exact`` keeps the whitespace that follows the reasoning."""
-    whole = tags.reader if tags else None
-    part = Plain() if whole is None else whole(tools)
+    part = read_content(tags, tools)
     if tools and (forced or tool_format is not None):
         if forced:
             # Calls that follow the schema are JSON, whatever the model's own format.
             part = Within(part, Script(functools.partial(listed, tools=tools)))
-        elif whole is None and tool_format is not None:
+        elif tool_format is not None and (tags is None or tags.reader is None):
             part = tool_format.reader(tools)
         part = Answer(part, most=None if parallel else 1)
         part = Inputs(part, custom) if custom else part
-    if tags is None or whole is not None:
-        return part
-    return Script(functools.partial(reasoned, part=part, tags=tags, within=thinking, exact=exact))
-
-
-def opens_reasoning(prompt: str, tags: ReasoningTags) -> bool:
-    """Whether a rendered prompt ends with the opening tag, as some templates write it. Tags within messages do not
-    count."""
-    return prompt.rstrip().endswith(tags.opening)
+    return read_reasoning(part, tags, thinking=thinking, exact=exact)
 
 
 def calls_schema(tools: Sequence[dict[str, Any]], most: int | None) -> dict[str, Any]:
