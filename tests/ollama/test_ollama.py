@@ -24,7 +24,7 @@ from infer.contracts.request import Event
 from infer.errors import InferError, RequestError
 from infer_ollama.answers import _arguments
 from infer_ollama.bodies import ChatBody, EmbedBody, GenerateBody, OldEmbedBody, PullBody, ShowBody, conversation
-from infer_server import service
+from infer_server import events, service
 from infer_server.events import raise_if_failed
 from infer_server.http.body import Body as WireBody
 from infer_server.http.parsing import checked, parse
@@ -362,7 +362,7 @@ async def test_a_stream_that_fails_ends_with_an_error(server: Running, monkeypat
             raise InferError("the engine is tired")
         raise_if_failed(event)
 
-    monkeypatch.setattr(service, "raise_if_failed", failing)
+    monkeypatch.setattr(events, "raise_if_failed", failing)
     *parts, last = await lines(server, "/api/chat", messages=[USER])
     assert last == {"error": "the engine is tired"}
     assert parts

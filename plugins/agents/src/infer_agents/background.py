@@ -15,7 +15,7 @@ from infer.errors import InferError, QueueFullError, RequestError
 from infer_agents.output import Output, frames
 from infer_agents.records import Asked, Records, finish
 from infer_agents.store import Record, Store, StoreError
-from infer_server.events import Events, Json, TokenCount, raise_if_failed
+from infer_server.events import Events, Json, TokenCount
 from infer_server.http.access import INSIDE
 
 if TYPE_CHECKING:
@@ -101,11 +101,10 @@ class Background:
         with http.app[INSIDE].stay():
             try:
                 await kept
-                async with self._running, aclosing(self._service.run(requests, patient=True)) as events:
+                async with self._running, aclosing(self._service.door.stream(*requests, patient=True)) as events:
 
                     async def counted() -> Events:
                         async for event in events:
-                            raise_if_failed(event)
                             yield count.add(event), event
 
                     made = frames(http, output, save, counted(), count.usage, failures=True)

@@ -136,7 +136,9 @@ class Messages:
         body = await self._read(http, place=True)
         reply = await self._reply(body)
         try:
-            requests = await self._service.replies(http, reply, body, prefix="msg")
+            requests = await self._service.requests(
+                http, [reply.prompt], reply.params, body, prefix="msg", **reply.options
+            )
         except RequestError as error:
             if error.code == "context_length_exceeded":
                 await self._count(reply, self._service.served.max_seq_len - 1)  # one is needed for the answer

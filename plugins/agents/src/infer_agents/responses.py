@@ -90,7 +90,9 @@ class Responses:
     async def handle(self, http: web.Request) -> web.StreamResponse:
         asked = await self._asked(http, place=True)
         body, reply = asked.body, asked.reply
-        requests = await self._service.replies(http, reply, body, prefix="resp", prompt=asked.prompt)
+        requests = await self._service.requests(
+            http, [asked.prompt], reply.params, body, prefix="resp", **reply.options
+        )
         response = self._response(http, body, reply.params)
         output = Output(
             response,

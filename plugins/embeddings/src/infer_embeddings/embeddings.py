@@ -19,7 +19,7 @@ from infer.contracts.request import Pooling, Request
 from infer.contracts.server import Route
 from infer.errors import RequestError
 from infer_embeddings import many
-from infer_server.events import Json, RequestFields, TokenCount, raise_if_failed
+from infer_server.events import Json, RequestFields, TokenCount
 from infer_server.http.body import Body, Many, TokenIds, one_or_many
 from infer_server.http.streams import Array
 
@@ -127,9 +127,9 @@ class Embedder:
         count, found = TokenCount(requests), dict[int, bytes]()
         async with aclosing(many.run(self._service, requests)) as events:
             async for event in events:
-                raise_if_failed(event)
+                index = count.add(event)
                 if event.embedding is not None:
-                    found[count.add(event)] = event.embedding
+                    found[index] = event.embedding
         return [(index, found[index]) for index in range(len(requests))]
 
 

@@ -64,7 +64,7 @@ async def make(
 
 def run(service: Service, requests: Sequence[Request]) -> AsyncGenerator[Event]:
     """The events of the requests, of which a few are open at a time, so that one body does not take all places."""
-    return service.run(requests, most=at_once(service))
+    return service.door.stream(*requests, most=at_once(service))
 
 
 def at_once(service: Service) -> int:

@@ -26,7 +26,7 @@ from infer.errors import RequestError
 from infer_embeddings import many
 from infer_embeddings.embeddings import EmbeddingUsage
 from infer_embeddings.labels import TAIL_CHARS, label_ids
-from infer_server.events import Json, TokenCount, raise_if_failed
+from infer_server.events import Json, TokenCount
 from infer_server.http.body import Body, Many
 from infer_server.http.errors import REQUEST_ID
 from infer_server.http.streams import Array
@@ -192,7 +192,6 @@ class Rerank:
         count, scores = TokenCount(requests), [0.0] * len(requests)
         async with aclosing(many.run(self._service, requests)) as events:
             async for event in events:
-                raise_if_failed(event)
                 index = count.add(event)
                 for entry in event.logprobs:
                     found = dict(entry.top)

@@ -173,7 +173,9 @@ class Answers:
     async def _replied(
         self, http: web.Request, body: Answered, reply: Reply, show: Callable[[_Delta], Json], began: int
     ) -> web.StreamResponse:
-        requests = await self._service.replies(http, reply, body, prefix="ollama")
+        requests = await self._service.requests(
+            http, [reply.prompt], reply.params, body, prefix="ollama", **reply.options
+        )
         return await self._answered(http, body, requests, _Output(self._service, body, show, reply.parser(), began))
 
     async def _answered(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
-from infer.contracts.request import Event, Request
+from infer.contracts.request import Event, Pooling, Request, ThinkingTokens
 from infer.errors import EngineDeadError, InferError, RequestError, RequestTimeoutError
 from infer_server.http.wire import SHUTTING_DOWN
 
@@ -28,6 +28,16 @@ class RequestFields(Protocol):
     def priority(self) -> int: ...
 
 
+class RequestOptions(TypedDict, total=False):
+    """What else an endpoint may say of its requests: arguments of ``Served.request``."""
+
+    special: bool
+    grammar_after: tuple[int, ...]
+    thinking: ThinkingTokens | None
+    forks: Callable[[Sequence[int]], tuple[int, ...]] | tuple[int, ...]
+    pooling: Pooling | None
+
+
 class TokenCount:
     """Counts the tokens of several requests as their events arrive."""
 
@@ -40,7 +50,8 @@ class TokenCount:
         self._generated = 0
 
     def add(self, event: Event) -> int:
-        """Count an event's tokens, and return the index of its request."""
+        """Count an event's tokens, and return the index of its request. Raises what a request has failed with."""
+        raise_if_failed(event)
         self._generated += len(event.token_ids)
         if event.request_id in self._cached:
             self._cached[event.request_id] = event.num_cached

@@ -11,6 +11,7 @@ from infer.contracts.request import ThinkingTokens
 from infer.contracts.text import PartProtocol, ReasoningTags
 from infer.text.tool_formats import ToolFormat
 from infer_server.calling import Whole, calls_schema, make_parser
+from infer_server.events import RequestOptions
 from infer_server.thoughts import Thoughts
 from infer_server.tokens import Tokens
 
@@ -82,6 +83,16 @@ class Reply:
     """The tokens with which an assistant's message begins, if they are known."""
     steps: int = 0
     """How many of the assistant's messages follow the last one of the user's."""
+
+    @property
+    def options(self) -> RequestOptions:
+        """What the requests for replies need besides the prompt and the parameters."""
+        return {
+            "special": False,
+            "grammar_after": self.grammar_after,
+            "thinking": self.thinking_tokens,
+            "forks": self.forks,
+        }
 
     def forks(self, ids: Sequence[int]) -> tuple[int, ...]:
         """``Request.forks`` of a prompt's tokens. Templates drop reasoning before the user's last message, or before

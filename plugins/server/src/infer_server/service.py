@@ -11,11 +11,12 @@ from contextlib import aclosing
 from typing import TypeVar, cast
 
 from aiohttp import web
+from typing_extensions import Unpack
 
 from infer.assemble.served import Served
 from infer.contracts.adapters import Adapter
 from infer.contracts.params import SamplingParams
-from infer.contracts.request import Event, Owner, Pooling, Request, ThinkingTokens, TokenLogprobs
+from infer.contracts.request import Event, Owner, Request, TokenLogprobs
 from infer.contracts.sections import Settings
 from infer.engine.loop import AsyncDoor, EngineLoop
 from infer.errors import InferError, RequestError, RequestTimeoutError
@@ -24,7 +25,16 @@ from infer.plugins.discovery import Plugins
 from infer.text.detokenizer import TokenTexts
 from infer_server.compiling import Compiler
 from infer_server.conversation import Conversation
-from infer_server.events import LONG_CHARS, Events, Frames, Json, RequestFields, TokenCount, raise_if_failed
+from infer_server.events import (
+    LONG_CHARS,
+    Events,
+    Frames,
+    Json,
+    RequestFields,
+    RequestOptions,
+    TokenCount,
+    raise_if_failed,
+)
 from infer_server.http.access import CALLER
 from infer_server.http.bodies import MAX_BODIES, BodyBudget, Reader, arrived, unpacked
 from infer_server.http.body import Body
@@ -32,15 +42,12 @@ from infer_server.http.children import give_back
 from infer_server.http.errors import BODY, REQUEST_ID, NotFoundError, error_of, id_headers
 from infer_server.http.keys import Keys
 from infer_server.http.quotas import COUNTED, Quotas
-from infer_server.http.streams import Array, Writer, write
+from infer_server.http.streams import PIECE_BYTES, Array, Writer, write, write_pieces
 from infer_server.http.wire import LATEST, WireFormat, wire_format
-from infer_server.replies import Reply
 from infer_server.tokens import Tokens, number
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 1 << 18
-"""Longer answers are sent in pieces of about this size, so that other streams can continue in between."""
 INLINE_CHARS = 4096
 """If a request's prompts are longer than this in all, they are tokenized in a thread, so that other streams can
 continue."""
@@ -56,9 +63,9 @@ R = TypeVar("R")
 
 
 class Service:
-    """The model as endpoints see it: what is ``served``, the ``engine_loop`` that runs it, the ``settings`` and
-    ``plugins``, the ``keys`` that requests have to show, and the helpers that endpoints share. Use it in one event
-    loop."""
+    """The model as endpoints see it: what is ``served``, the ``engine_loop`` that runs it and the ``door`` to it, the
+    ``settings`` and ``plugins``, the ``keys`` that requests have to show, and the helpers that endpoints share. Use it
+    in one event loop."""
 
     def __init__(self, engine_loop: EngineLoop, served: Served, plugins: Plugins, settings: Settings) -> None:
         self.engine_loop = engine_loop
@@ -72,7 +79,7 @@ class Service:
         self.writer = Writer()
         server = settings.server
         self.quotas = Quotas(server.requests_per_minute, server.tokens_per_minute)
-        self._door = AsyncDoor(engine_loop, lambda key, tokens: self.quotas.charge(key, tokens))
+        self.door = AsyncDoor(engine_loop, lambda key, tokens: self.quotas.charge(key, tokens))
         self._long = ThreadPoolExecutor(1, "infer-long-texts")
         self._unsubscribe: set[Callable[[], None]] = set()
         self._at_end: list[Callable[[], Awaitable[None]]] = []
@@ -213,82 +220,52 @@ class Service:
         *,
         n: int = 1,
         prefix: str = "cmpl",
-        special: bool = True,
-        grammar_after: tuple[int, ...] = (),
-        thinking: ThinkingTokens | None = None,
-        forks: Callable[[Sequence[int]], tuple[int, ...]] | tuple[int, ...] = (),
-        pooling: Pooling | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[Request]:
         """Make ``n`` requests for each prompt, in order. Raises RequestError, or RequestTimeoutError if the time of
         ``http`` is up, which all its prompts have together."""
         self.check_choices(len(prompts) * n, "n" if n > 1 else "prompt")
         owner = Owner(self.keys.owner(http), http[CALLER].user or "")
         trace = {name: http.headers[name] for name in ("traceparent", "tracestate", "baggage") if name in http.headers}
-        limits = self._settings.request_timeout_s, getattr(http.get(BODY), "timeout", None)
-        timeout_s = min((limit for limit in limits if limit is not None), default=None)
-        if timeout_s is not None:
-            now = time.perf_counter()
-            left = timeout_s - (now - http.setdefault(BEGAN, now))
-            if left <= 0:
-                raise RequestTimeoutError(f"The request has not ended within its {timeout_s:g} seconds (timeout).")
-            timeout_s = left
+        timeout_s = self._time_left(http)
         grammar, adapter = await self._compile(params.structured_outputs), http.get(ADAPTER)
 
         def make() -> list[Request]:
             made: list[Request] = []
             for p, prompt in enumerate(prompts):
                 for i in range(n):
-                    each = params
-                    if i and params.seed is not None:
-                        seed = params.seed + i
-                        each = params.model_copy(update={"seed": seed if seed < 2**63 else seed - 2**64})
+                    more: RequestOptions = {**options, "forks": made[-1].forks} if i else options
                     request = self.served.request(
                         made[-1].prompt_token_ids if i else prompt,
-                        each,
-                        special=special,
+                        _seeded(params, i),
                         id=f"{prefix}-{http[REQUEST_ID]}" + (f"-{len(made)}" if len(prompts) * n > 1 else ""),
                         cache_salt=fields.cache_salt,
                         priority=fields.priority,
                         owner=owner,
                         group=f"{http[REQUEST_ID]}-{p}" if n > 1 else "",
                         grammar=grammar,
-                        grammar_after=grammar_after,
-                        thinking=thinking,
-                        forks=made[-1].forks if i else forks,
-                        pooling=pooling,
                         trace=trace,
                         adapter=adapter,
                         timeout_s=timeout_s,
+                        **more,
                     )
                     made.append(request)
             return made
 
         return await self.tokenize(prompts, make, n)
 
-    async def replies(
-        self,
-        http: web.Request,
-        reply: Reply,
-        fields: RequestFields,
-        *,
-        n: int = 1,
-        prefix: str,
-        prompt: str | Sequence[int] | None = None,
-    ) -> list[Request]:
-        """``requests`` for ``n`` replies to a conversation, whose ``prompt`` may be another than the reply's. Raises
-        RequestError."""
-        return await self.requests(
-            http,
-            [reply.prompt if prompt is None else prompt],
-            reply.params,
-            fields,
-            n=n,
-            prefix=prefix,
-            special=False,
-            grammar_after=reply.grammar_after,
-            thinking=reply.thinking_tokens,
-            forks=reply.forks,
-        )
+    def _time_left(self, http: web.Request) -> float | None:
+        """How many seconds a request may still take; None if there is no limit. Raises RequestTimeoutError if its time
+        is up."""
+        limits = self._settings.request_timeout_s, getattr(http.get(BODY), "timeout", None)
+        timeout_s = min((limit for limit in limits if limit is not None), default=None)
+        if timeout_s is None:
+            return None
+        now = time.perf_counter()
+        left: float = timeout_s - (now - http.setdefault(BEGAN, now))
+        if left <= 0:
+            raise RequestTimeoutError(f"The request has not ended within its {timeout_s:g} seconds (timeout).")
+        return left
 
     async def tokenize(self, prompts: Sequence[str | Sequence[int]], make: Callable[[], R], n: int = 1) -> R:
         """The result of ``make``, which tokenizes the prompts and copies each of them ``n`` times, without holding up
@@ -306,12 +283,6 @@ class Service:
 
         return await asyncio.get_running_loop().run_in_executor(self._long, long)
 
-    def run(
-        self, requests: Sequence[Request], most: int | None = None, *, patient: bool = False
-    ) -> AsyncGenerator[Event]:
-        """``AsyncDoor.stream``."""
-        return self._door.stream(*requests, most=most, patient=patient)
-
     async def whole(
         self, http: web.Request, requests: Sequence[Request], *, patient: bool = False
     ) -> tuple[list[Completion], Json]:
@@ -319,9 +290,8 @@ class Service:
         usage. If one fails, the others are aborted and its error is raised."""
         count = TokenCount(requests)
         answers = [Completion(request.prompt_token_ids) for request in requests]
-        async with aclosing(self.run(requests, patient=patient)) as events:
+        async with aclosing(self.door.stream(*requests, patient=patient)) as events:
             async for event in events:
-                raise_if_failed(event)
                 answers[count.add(event)].add(event)
         http[CALLER].usage = count.usage()
         return answers, count.usage()
@@ -330,7 +300,7 @@ class Service:
         """Run requests and return the last frame that ``frames`` makes of their events. The first failure is raised."""
         count = TokenCount(requests)
         async with (
-            aclosing(self.run(requests)) as events,
+            aclosing(self.door.stream(*requests)) as events,
             aclosing(frames(_counted(await anext(events), events, count), count.usage)) as made,
         ):
             async for frame in made:
@@ -348,33 +318,17 @@ class Service:
         response.content_type, response.charset = "application/json", "utf-8"
         response.content_length = length
         await response.prepare(http)
-        await self._send(http, response, pieces)
+        await write_pieces(http, response, pieces, self._settings.stall_timeout_s)
         await response.write_eof()
         return response
 
     async def stream(self, http: web.Request, requests: Sequence[Request], frames: Frames) -> web.StreamResponse:
         """Run requests and answer with a stream in the route's wire format: the frames that ``frames`` makes
         of the requests' events. What keeps requests from being taken is answered with an error status, a later failure
-        with an error in the stream. The headers are sent as soon as the requests are taken. Until there is an event,
-        the format's ``IDLE`` is sent every ``SILENCE_S``, so that no proxy and no client takes a long prompt for a dead
-        connection."""
+        with an error in the stream."""
         count, written = TokenCount(requests), wire_format(http)
-        async with aclosing(self.run(requests)) as events:
-            coming = asyncio.ensure_future(_next(events))
-            try:
-                await asyncio.sleep(0)  # the engine takes the requests, or refuses them
-                if coming.done():
-                    raise_if_failed(coming.result())
-                response = web.StreamResponse(headers={"Cache-Control": "no-cache"} | id_headers(http))
-                response.content_type = written.CONTENT_TYPE
-                await response.prepare(http)
-                while not (await asyncio.wait((coming,), timeout=SILENCE_S))[0]:
-                    await self._write(http, response, written.IDLE)
-                first = coming.result()
-            finally:
-                if not coming.done():
-                    coming.cancel()
-                    await asyncio.wait((coming,))
+        async with aclosing(self.door.stream(*requests)) as events:
+            response, first = await self._begun(http, written, events)
             async with aclosing(frames(_counted(first, events, count), count.usage)) as made:
                 try:
                     async for frame in made:
@@ -387,26 +341,36 @@ class Service:
                     await self._frame(http, response, written, written.failure(error_of(http, error)))
         http[CALLER].usage = count.usage()
         if written.DONE:
-            await self._write(http, response, written.DONE)
+            await write(http, response, written.DONE, self._settings.stall_timeout_s)
         await response.write_eof()
         return response
 
+    async def _begun(
+        self, http: web.Request, written: WireFormat, events: AsyncGenerator[Event]
+    ) -> tuple[web.StreamResponse, Event]:
+        """The response to a stream, and its first event. The headers are sent as soon as the requests are taken. Until
+        there is an event, the format's ``IDLE`` is sent every ``SILENCE_S``, so that no proxy and no client takes a
+        long prompt for a dead connection. Raises what keeps requests from being taken."""
+        coming = asyncio.ensure_future(anext(events))
+        try:
+            await asyncio.sleep(0)  # the engine takes the requests, or refuses them
+            if coming.done():
+                raise_if_failed(coming.result())
+            response = web.StreamResponse(headers={"Cache-Control": "no-cache"} | id_headers(http))
+            response.content_type = written.CONTENT_TYPE
+            await response.prepare(http)
+            while not (await asyncio.wait((coming,), timeout=SILENCE_S))[0]:
+                await write(http, response, written.IDLE, self._settings.stall_timeout_s)
+            return response, coming.result()
+        finally:
+            if not coming.done():
+                coming.cancel()
+                await asyncio.wait((coming,))
+
     async def _frame(self, http: web.Request, response: web.StreamResponse, written: WireFormat, frame: Json) -> None:
         before, behind = written.AROUND
-        await self._send(http, response, [written.head(frame) + before, *self.writer.pieces(frame), behind])
-
-    async def _send(self, http: web.Request, response: web.StreamResponse, pieces: Sequence[bytes]) -> None:
-        size = begin = 0
-        for end, piece in enumerate(pieces, 1):
-            size += len(piece)
-            if size > PIECE_BYTES:
-                await self._write(http, response, b"".join(pieces[begin:end]))
-                await asyncio.sleep(0)  # let others run: the write itself waits only if the client reads slowly
-                size, begin = 0, end
-        await self._write(http, response, b"".join(pieces[begin:]))
-
-    async def _write(self, http: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        await write(http, response, data, self._settings.stall_timeout_s)
+        pieces = [written.head(frame) + before, *self.writer.pieces(frame), behind]
+        await write_pieces(http, response, pieces, self._settings.stall_timeout_s)
 
     def frame(self, http: web.Request, id: str, kind: str) -> Json:
         """The fields that every answer begins with."""
@@ -429,14 +393,17 @@ class Service:
         return f"{{{', '.join(members)}}}".encode()
 
 
-async def _next(events: AsyncGenerator[Event]) -> Event:
-    return await anext(events)
+def _seeded(params: SamplingParams, i: int) -> SamplingParams:
+    """The parameters of the ``i``-th answer to one prompt: each has a seed of its own."""
+    if not i or params.seed is None:
+        return params
+    seed = params.seed + i
+    return params.model_copy(update={"seed": seed if seed < 2**63 else seed - 2**64})
 
 
 async def _counted(first: Event, events: AsyncGenerator[Event], count: TokenCount) -> Events:
     """``first`` and the further events, each counted and with the index of its request. Raises the first failure."""
     event: Event | None = first
     while event is not None:
-        raise_if_failed(event)
         yield count.add(event), event
         event = await anext(events, None)

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
 from infer.contracts.params import MAX_LOGPROBS, SamplingParams, ToolGrammar
-from infer.contracts.request import FinishReason, Request, TokenLogprobs
+from infer.contracts.request import Event, FinishReason, Request, TokenLogprobs
 from infer.contracts.server import Route
 from infer_server.calling import Calls
 from infer_server.events import Events, Json
@@ -292,7 +292,9 @@ class Chat:
     async def handle(self, http: web.Request) -> web.StreamResponse:
         body = await self._service.read(http, ChatRequest, place=True)
         reply = await self._service.conversation.reply(body, body.sampling, body.tool_use())
-        requests = await self._service.replies(http, reply, body, n=body.n, prefix="chatcmpl")
+        requests = await self._service.requests(
+            http, [reply.prompt], reply.params, body, n=body.n, prefix="chatcmpl", **reply.options
+        )
         counted = [reply.thoughts(self._service.tokens) for _ in requests]
         thoughts = [each for each in counted if each is not None]
         id = f"chatcmpl-{http[REQUEST_ID]}"
@@ -360,33 +362,22 @@ class Chat:
         def so_far() -> Json:
             return {"usage": _detailed(usage(), thoughts)} if options.continuous_usage_stats else {}
 
-        parsers = [reply.parser() for _ in requests]
-        numberings = [Calls(reply.tools.custom) for _ in requests]
+        choices = [_Streamed(reply) for _ in requests]
         for i in range(len(requests)):
             metadata = {"metadata": body.metadata} if body.metadata is not None and i == 0 else {}
             yield frame | metadata | {"choices": [_delta(i, {"role": "assistant"})]} | so_far()
-        spoken = [False] * len(requests)
         async for i, event in events:
             for token in event.token_ids if thoughts else ():
                 thoughts[i].push(token)
-            pieces = list(parsers[i].push(event.text))
+            made = [_delta(i, delta) for delta in choices[i].deltas(event)]
+            if event.logprobs:
+                made[0]["logprobs"] = await self.logprobs(event.logprobs)
+            if event.prompt_logprobs is not None:
+                made[0]["prompt_logprobs"] = await self._service.prompt_logprobs(event)
             if event.finish_reason is not None:
-                pieces += parsers[i].flush()
-            deltas = [numberings[i].delta(piece) for piece in pieces]
-            if not deltas and (event.logprobs or event.finish_reason or event.prompt_logprobs):
-                deltas = [{}]
-            spoken[i] |= any("content" in delta for delta in deltas)
-            if event.finish_reason is not None and not (spoken[i] or numberings[i].count):
-                deltas[-1]["content"] = ""  # null would say that it has called a tool
-            for j, delta in enumerate(deltas):
-                choice = _delta(i, delta)
-                if j == 0 and event.logprobs:
-                    choice["logprobs"] = await self.logprobs(event.logprobs)
-                if j == 0 and event.prompt_logprobs is not None:
-                    choice["prompt_logprobs"] = await self._service.prompt_logprobs(event)
-                if j == len(deltas) - 1 and event.finish_reason is not None:
-                    choice["finish_reason"] = _reason(event.finish_reason, numberings[i].count)
-                    choice["stop_reason"] = event.stop_reason
+                made[-1]["finish_reason"] = _reason(event.finish_reason, choices[i].calls)
+                made[-1]["stop_reason"] = event.stop_reason
+            for choice in made:
                 yield frame | {"choices": [choice]} | so_far()
         if options.include_usage:
             yield frame | {"choices": [], "usage": _detailed(usage(), thoughts)}
@@ -394,6 +385,31 @@ class Chat:
     async def logprobs(self, entries: Sequence[TokenLogprobs]) -> Json:
         made = await self._service.writer.each(self._service.tokens.ranked, entries, len(entries))
         return {"content": Array(made), "refusal": None}
+
+
+class _Streamed:
+    """Makes the deltas of one choice from its answer as it arrives."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._parser = reply.parser()
+        self._calls = Calls(reply.tools.custom)
+        self._spoken = False
+
+    @property
+    def calls(self) -> int:
+        """How many calls there have been."""
+        return self._calls.count
+
+    def deltas(self, event: Event) -> list[Json]:
+        """What an event adds: at least one delta if the event has more to say than text, or is the last one."""
+        pieces = [*self._parser.push(event.text), *(self._parser.flush() if event.finish_reason else ())]
+        deltas = [self._calls.delta(piece) for piece in pieces]
+        if not deltas and (event.logprobs or event.finish_reason or event.prompt_logprobs is not None):
+            deltas = [{}]
+        self._spoken |= any("content" in delta for delta in deltas)
+        if event.finish_reason is not None and not (self._spoken or self.calls):
+            deltas[-1]["content"] = ""  # null would say that it has called a tool
+        return deltas
 
 
 def _detailed(usage: Json, thoughts: Sequence[Thoughts]) -> Json:

@@ -13,7 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from infer.contracts.records import RequestRecord, StepRecord, Totals
 from infer.contracts.server import Route
-from infer_server.http.turns import Turn
+from infer_server.http.streams import Turn
 
 if TYPE_CHECKING:
     from infer_server.service import Service

@@ -23,7 +23,7 @@ from infer_server.http.body import Body
 from infer_server.http.children import Child, ChildError, give_back
 from infer_server.http.errors import UnreadableError
 from infer_server.http.parsing import Unknown
-from infer_server.http.turns import Turn
+from infer_server.http.streams import Turn
 
 MAX_BODIES = 8
 """Bodies that are still arriving may take as many bytes together as this many of the largest size."""

@@ -12,18 +12,37 @@ from typing import NoReturn, Self, TypeVar
 
 from aiohttp import web
 
-from infer_server.http.turns import Turn
-
 FEW = 16
 """Up to this many items, such as the tokens of one step, are written without a pause."""
 TURN_S = 0.004
 """How long one turn may take, in seconds."""
 RUN = 64
 """How many items become one piece."""
+PIECE_BYTES = 1 << 18
+"""Longer answers are sent in pieces of about this size, so that other streams can continue in between."""
 MARK = secrets.token_hex(16)
 """A placeholder for an array in the JSON around it. It is random, so that no client can send it."""
 Item = TypeVar("Item")
 Made = TypeVar("Made")
+
+
+class Turn:
+    """``async with turn:`` waits until nobody else has the turn and the event loop has done other work meanwhile: for
+    work that is short once but that clients can ask for many times at once. Use it in one event loop."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def __aenter__(self) -> None:
+        await self._lock.acquire()
+        try:
+            await asyncio.sleep(0)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    async def __aexit__(self, *error: object) -> None:
+        self._lock.release()
 
 
 class Array:
@@ -97,6 +116,20 @@ async def write(http: web.Request, response: web.StreamResponse, data: bytes, st
             await response.write(data)
     except TimeoutError:
         hang_up(http)
+
+
+async def write_pieces(
+    http: web.Request, response: web.StreamResponse, pieces: Sequence[bytes], stall_timeout_s: float
+) -> None:
+    """``write`` them, about ``PIECE_BYTES`` at a time."""
+    size = begin = 0
+    for end, piece in enumerate(pieces, 1):
+        size += len(piece)
+        if size > PIECE_BYTES:
+            await write(http, response, b"".join(pieces[begin:end]), stall_timeout_s)
+            await asyncio.sleep(0)  # let others run: the write itself waits only if the client reads slowly
+            size, begin = 0, end
+    await write(http, response, b"".join(pieces[begin:]), stall_timeout_s)
 
 
 def hang_up(http: web.Request) -> NoReturn:
