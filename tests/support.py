@@ -6,6 +6,7 @@ import functools
 import itertools
 import random
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,7 @@ from infer.contracts.sections import EngineSettings
 from infer.engine.engine import Abort, Engine
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.pace import Pace
-from infer.engine.payoff import Plan
+from infer.engine.payoff import Payoff, Plan
 from infer.engine.runner import Runner
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
 from infer.engine.speculation import Speculation
@@ -508,7 +509,7 @@ class Knowing:
         self.ended.append(request_id)
 
 
-class Always:
+class Always(Payoff):
     """A payoff by which drafts always pay: as many as allowed or, with ``draw``, up to so many."""
 
     def __init__(self, draw: random.Random | None = None) -> None:
@@ -562,9 +563,10 @@ class Stepper:
         thinking: ThinkingTokens | None = None,
         **params: Any,
     ) -> Request:
+        """Without a seed, its id is one: what is drawn is the same each time."""
         request = Request.make(
             prompt,
-            SamplingParams(**params),
+            SamplingParams(**{"seed": zlib.crc32(id.encode())} | params),
             vocab_size=VOCAB,
             max_seq_len=MAX_SEQ_LEN,
             id=id,

@@ -387,11 +387,11 @@ def test_the_engine_ends_if_passes_fail_that_are_of_no_request(together: int) ->
     """A device that is broken is nobody's fault, however few ask."""
     hostile = Hostile("forward")
     stepper = hostile_engine(hostile, max_batch_size=together)
-    stepper.submit([9, 10], "before", max_tokens=2)
+    stepper.submit([9, 10], "before", max_tokens=2, temperature=0)
     stepper.run()
     hostile.most, hostile.short = 0, broken
     for i in range(4):
-        stepper.submit([9, 10], f"{i}", max_tokens=2)
+        stepper.submit([9, 10], f"{i}", max_tokens=2, temperature=0)
     with pytest.raises(InferError, match=r"3 requests failed, each alone, and so does a pass of none: .*Error: broken"):
         stepper.run()
 
@@ -401,11 +401,11 @@ def test_requests_that_fail_do_not_end_the_engine_however_many_there_are(togethe
     stepper = hostile_engine(Hostile("forward"))
     for n in range(3 * STRIKES):
         for i in range(together):
-            stepper.submit([POISON, 9], f"{n}.{i}", max_tokens=2)
+            stepper.submit([POISON, 9], f"{n}.{i}", max_tokens=2, temperature=0)
         stepper.run()
         assert all(stepper.events[f"{n}.{i}"][-1].finish_reason == "error" for i in range(together))
     assert stepper.pool.free_tokens() == stepper.room
-    stepper.submit([9, 10], "after", max_tokens=2)
+    stepper.submit([9, 10], "after", max_tokens=2, temperature=0)
     stepper.run()
     assert stepper.events["after"][-1].finish_reason == "length"
 
@@ -423,7 +423,7 @@ def test_a_device_that_computes_prompts_and_no_decodes_is_broken_too() -> None:
     stepper = make_engine(model, torch.float32, max_batch_size=1)  # type: ignore[arg-type]
     model.broken = True
     for n in range(STRIKES):
-        stepper.submit([9], f"{n}", max_tokens=3)
+        stepper.submit([9], f"{n}", max_tokens=3, temperature=0)
     with pytest.raises(InferError, match="so does a pass of none: RuntimeError: broken"):
         stepper.run()
 
@@ -431,9 +431,9 @@ def test_a_device_that_computes_prompts_and_no_decodes_is_broken_too() -> None:
 def test_a_step_reports_whom_a_fault_has_sent_back_as_waiting() -> None:
     """One decodes in the step's first pass; the second pass raises, and both of its prompts give up their slots."""
     stepper = hostile_engine(Hostile("forward"), lag=0, mixed_batches=False)
-    stepper.submit([9, 10], "a", max_tokens=4)
+    stepper.submit([9, 10], "a", max_tokens=4, temperature=0)
     stepper.engine.step()
-    stepper.submit([POISON, 9], "b", max_tokens=2)
-    stepper.submit([10, 9], "c", max_tokens=2)
+    stepper.submit([POISON, 9], "b", max_tokens=2, temperature=0)
+    stepper.submit([10, 9], "c", max_tokens=2, temperature=0)
     stepper.engine.step()
     assert [(step.running, step.waiting, step.failed_passes) for step in stepper.steps] == [(1, 0, 0), (1, 2, 1)]
