@@ -322,6 +322,8 @@ def test_the_system_finds_all_pages_beside_the_start(tmp_path: Path) -> None:
     file = weights.open()
     assert file is not None
     assert weights.open() is file
+    assert file.find(1 << 23) is not None
+    file.finish()
     found()
     assert resident(weights.path) >= 1 << 23
 

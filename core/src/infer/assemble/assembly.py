@@ -34,7 +34,7 @@ from infer.engine.loop import EngineLoop
 from infer.engine.pace import Pace
 from infer.engine.runner import Runner
 from infer.engine.speculation import Speculation
-from infer.errors import CheckpointError, SettingsError
+from infer.errors import SettingsError
 from infer.plugins.discovery import Offer, Plugins
 from infer.plugins.inspection import Named
 from infer.settings import compose
@@ -119,10 +119,7 @@ class Assembly(Blueprint):
         """Do what takes little memory. The pages of packed weights are the system's, which has them from the file. On a
         GPU, kernels take memory there as soon as they are made."""
         if self.device.type == "cpu" and self.kept_weights is not None:
-            try:
-                self.kept_weights.open()
-            except CheckpointError as error:
-                self.kept_weights.drop(error)
+            self.kept_weights.open()
         if self.small_tokenizer is not None:
             _ = self._texts
 

@@ -132,7 +132,7 @@ class KeptWeights:
         """Set once nothing is to be written any more."""
 
     def open(self) -> PackedFile | None:
-        """The file, or None if there is none. It is opened once. Raises CheckpointError."""
+        """The file, or None if there is none. It is opened once; one that is of no use is dropped."""
         if self._file is not None:
             return self._file
         try:
@@ -140,7 +140,11 @@ class KeptWeights:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise CheckpointError(f"it cannot be read ({error.strerror})") from error
+            self.drop(CheckpointError(f"it cannot be read ({error.strerror})"))
+            return None
+        except CheckpointError as error:
+            self.drop(error)
+            return None
         self._file, self.mapped, self.kept = file, file.nbytes, True
         self.written.set()
         log.info("packed weights: mapped from %s", self.path)

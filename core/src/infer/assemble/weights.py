@@ -61,14 +61,14 @@ class Weights:
     def _kept(self, context: ModelContext, kept: KeptWeights) -> tuple[ModelProtocol, Quantizer]:
         kernels = context.kernels
         assert isinstance(kernels, KeepingKernels)
-        try:
-            if (file := kept.open()) is not None:
+        if (file := kept.open()) is not None:
+            try:
                 with kernels.packed_in(file):
                     filled = self._fill(context, kept=True)
                 file.finish()
                 return filled
-        except InferError as error:
-            kept.drop(error)
+            except InferError as error:
+                kept.drop(error)
         packing = Packing()
         with kernels.packed_in(packing):
             filled = self._fill(context)
