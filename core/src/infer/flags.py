@@ -12,12 +12,6 @@ from infer.contracts.sections import Settings
 
 NAMED = {"MODEL": "model.path"}
 LOADING = {"--model": "model.path", "--max-model-len": "engine.max_seq_len"}
-SERVING = {
-    "--host": "server.host",
-    "--port": "server.port",
-    "--api-key": "server.api_keys",
-    "--served-model-name": "server.served_model_name",
-}
 """Short names for the settings that users type most; other servers use the same names."""
 
 

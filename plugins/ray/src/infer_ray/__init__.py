@@ -21,7 +21,8 @@ def _run(args: argparse.Namespace, context: CommandContext) -> int:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    from infer.flags import LOADING, NAMED, SERVING, add_settings
+    from infer.flags import LOADING, NAMED, add_settings
+    from infer_server.command import SERVING
 
     parser.add_argument(
         "action",

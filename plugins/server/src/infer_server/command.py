@@ -6,8 +6,14 @@ import argparse
 from typing import Any
 
 from infer.contracts.command import CommandContext, CommandRegistration
-from infer.flags import LOADING, SERVING, add_settings
+from infer.flags import LOADING, add_settings
 
+SERVING = {
+    "--host": "server.host",
+    "--port": "server.port",
+    "--api-key": "server.api_keys",
+    "--served-model-name": "server.served_model_name",
+}
 SEVERAL = "models"
 """The command that serves several models."""
 
