@@ -138,88 +138,120 @@ def pack(
     are edited; ``adapted`` says whether any has an adapter, as far as is known; ``lineup`` is that of the sequences, if
     it is known."""
     works = Works.of(works)
-    sequences, starts, lens, draws, _, drafts = works.columns
-    lineup = lineup or Lineup(sequences)
-    slots, slots_B, starts_B = lineup.slots, lineup.slots_B, ints(starts)
-    decode_only = works.single
-    readouts: list[Score | HiddenStates | Draw] = []
-    of: Seq[int]
-    token_ids: list[int]
-    last_M: Seq[int] | None = None
-    if decode_only:
-        of = range(len(works))
-        token_ids = [tokens[-1] for tokens in lineup.tokens]
-        token_ids_T = ints(token_ids)
-        positions_T = starts_B
-        rows_N = ends_B = np.arange(len(works))
-        requests, scored = lineup.requests, 0
-    else:
-        draws = tuple([0 if s.request.pooling else count for s, count in zip(sequences, draws, strict=True)])
-        of = [b for b, count in enumerate(draws) for _ in range(count)]
-        back_N = np.array([i for count in draws for i in range(count - 1, -1, -1)], dtype=np.int64)
-        if len(of) > sum(map(bool, draws)):
-            last_M = np.flatnonzero(back_N == 0).tolist()
-        requests = [lineup.requests[b] for b in of]
-        token_ids = []
-        rows: list[int] = []
-        for b, (sequence, start, length, last, decode, proposed) in enumerate(works):
-            count = sequence.request.params.prompt_logprobs
-            if count is not None and not decode:
-                begin, end = max(start, sequence.prompt_scored), min(start + length, sequence.num_prompt - 1)
-                if begin < end:
-                    readouts.append(Score(b, len(rows), sequence.tokens[begin + 1 : end + 1], count))
-                    rows += range(len(token_ids) + begin - start, len(token_ids) + end - start)
-            if pooling := sequence.request.pooling:
-                end = start + length
-                begin = max(start, sequence.prompt_scored) if pooling == "mean" else end - last
-                if begin < end:
-                    readouts.append(HiddenStates(b, len(rows), end - begin))
-                    rows += range(len(token_ids) + begin - start, len(token_ids) + length)
-            token_ids += sequence.tokens[start : start + length]
-            token_ids += proposed
-        lens_B = ints(lens)
-        ends_B = np.cumsum(lens_B)
-        token_ids_T = ints(token_ids)
-        positions_T = np.arange(len(token_ids)) - np.repeat(ends_B - lens_B - starts_B, lens_B)
-        scored = len(rows)
-        rows_N = np.concatenate([ints(rows), ends_B[of] - 1 - back_N])
-        ends_B = ends_B - 1
-    if requests:
-        processed: list[ProcessedRow] = []
-        if processors:
-            before, i = -1, 0
-            for n, b in enumerate(of):
-                before, i = b, i + 1 if b == before else 0
-                if how := processors.get(sequences[b]):
-                    seen = drafts[b][i - 1 : i] if i else sequences[b].tokens[how.num_seen :]
-                    processed.append(ProcessedRow(n, how, seen, draft=i > 0))
-        readouts.append(
-            Draw(
-                of=of,
-                first=scored,
-                last_M=last_M,
-                slots_M=slots_B if decode_only else slots_B[of] if last_M is None else slots_B[of][last_M],
-                positions_N=starts_B + 1 if decode_only else (starts_B + lens_B)[of] - back_N,
-                requests=requests,
-                processed=processed,
-            )
-        )
-    fed_rows = np.flatnonzero(token_ids_T == PENDING) if PENDING in token_ids else NONE
+    lineup = lineup or Lineup(works.sequences)
+    batch = (_pack_decodes if works.single else _pack_chunks)(works, lineup, processors or {})
+    return batch._replace(adapters_T=_adapters(works)) if adapted else batch
+
+
+def _pack_decodes(works: Works, lineup: Lineup, processors: Mapping[Sequence, LogitsProcessor]) -> Batch:
+    """A batch of one token for each sequence, which draws one."""
+    of = range(len(works))
+    token_ids = [tokens[-1] for tokens in lineup.tokens]
+    token_ids_T, starts_B, rows_B = ints(token_ids), ints(works.starts), np.arange(len(works))
+    fed_rows, fed_slots = _fed(token_ids, token_ids_T, rows_B, lineup.slots_B)
+    processed = _processed(of, lineup.sequences, works.drafts, processors)
+    draw = Draw(of, 0, None, lineup.slots_B, starts_B + 1, lineup.requests, processed)
     return Batch(
-        decode_only=decode_only,
-        slots=slots,
+        decode_only=True,
+        slots=lineup.slots,
+        starts=list(works.starts),
+        lens=list(works.lens),
+        token_ids_T=token_ids_T,
+        fed_rows=fed_rows,
+        fed_slots=fed_slots,
+        positions_T=starts_B,
+        rows_N=rows_B,
+        readouts=[draw],
+    )
+
+
+def _pack_chunks(works: Works, lineup: Lineup, processors: Mapping[Sequence, LogitsProcessor]) -> Batch:
+    """A batch of any number of tokens for each sequence, which draws as many as it verifies, or none."""
+    sequences, starts, lens, draws, _, drafts = works.columns
+    draws = tuple([0 if s.request.pooling else count for s, count in zip(sequences, draws, strict=True)])
+    of = [b for b, count in enumerate(draws) for _ in range(count)]
+    back_N = np.array([i for count in draws for i in range(count - 1, -1, -1)], dtype=np.int64)
+    token_ids, rows, readouts = _lay(works)
+    token_ids_T, starts_B, lens_B = ints(token_ids), ints(starts), ints(lens)
+    lasts_B = np.cumsum(lens_B) - 1
+    fed_rows, fed_slots = _fed(token_ids, token_ids_T, lasts_B, lineup.slots_B)
+    if of:
+        last_M = np.flatnonzero(back_N == 0).tolist() if len(of) > sum(map(bool, draws)) else None
+        draw = Draw(
+            of=of,
+            first=len(rows),
+            last_M=last_M,
+            slots_M=lineup.slots_B[of] if last_M is None else lineup.slots_B[of][last_M],
+            positions_N=(starts_B + lens_B)[of] - back_N,
+            requests=[lineup.requests[b] for b in of],
+            processed=_processed(of, sequences, drafts, processors),
+        )
+        readouts.append(draw)
+    return Batch(
+        decode_only=False,
+        slots=lineup.slots,
         starts=list(starts),
         lens=list(lens),
         token_ids_T=token_ids_T,
         fed_rows=fed_rows,
-        fed_slots=slots_B[np.searchsorted(ends_B, fed_rows)] if len(fed_rows) else NONE,
-        positions_T=positions_T,
-        rows_N=rows_N,
+        fed_slots=fed_slots,
+        positions_T=np.arange(len(token_ids)) - np.repeat(lasts_B + 1 - lens_B - starts_B, lens_B),
+        rows_N=np.concatenate([ints(rows), lasts_B[of] - back_N]),
         readouts=readouts,
-        adapters_T=_adapters(sequences, lens) if adapted else None,
     )
 
 
-def _adapters(sequences: Seq[Sequence], lens: Seq[int]) -> Ints | None:
-    slots = [-1 if s.request.adapter is None else s.request.adapter.slot for s in sequences]
-    return np.repeat(ints(slots), lens) if max(slots, default=-1) >= 0 else None
+def _lay(works: Works) -> tuple[list[int], list[int], list[Score | HiddenStates | Draw]]:
+    """The works' tokens end to end, the rows of them that scores and hidden states are read from, and what is read."""
+    token_ids: list[int] = []
+    rows: list[int] = []
+    readouts: list[Score | HiddenStates | Draw] = []
+    for b, (sequence, start, length, draws, decode, drafts) in enumerate(works):
+        before = len(token_ids) - start
+        count = sequence.request.params.prompt_logprobs
+        if count is not None and not decode:
+            begin, end = max(start, sequence.prompt_scored), min(start + length, sequence.num_prompt - 1)
+            if begin < end:
+                readouts.append(Score(b, len(rows), sequence.tokens[begin + 1 : end + 1], count))
+                rows += range(before + begin, before + end)
+        if pooling := sequence.request.pooling:
+            end = start + length
+            begin = max(start, sequence.prompt_scored) if pooling == "mean" else end - draws
+            if begin < end:
+                readouts.append(HiddenStates(b, len(rows), end - begin))
+                rows += range(before + begin, before + end)
+        token_ids += sequence.tokens[start : start + length]
+        token_ids += drafts
+    return token_ids, rows, readouts
+
+
+def _processed(
+    of: Seq[int],
+    sequences: Seq[Sequence],
+    drafts: Seq[tuple[int, ...]],
+    processors: Mapping[Sequence, LogitsProcessor],
+) -> list[ProcessedRow]:
+    """``Draw.processed``."""
+    if not processors:
+        return []
+    found: list[ProcessedRow] = []
+    before, i = -1, 0
+    for n, b in enumerate(of):
+        before, i = b, i + 1 if b == before else 0
+        if how := processors.get(sequences[b]):
+            seen = drafts[b][i - 1 : i] if i else sequences[b].tokens[how.num_seen :]
+            found.append(ProcessedRow(n, how, seen, draft=i > 0))
+    return found
+
+
+def _fed(token_ids: list[int], token_ids_T: Ints, lasts_B: Ints, slots_B: Ints) -> tuple[Ints, Ints]:
+    """``Batch.fed_rows`` and ``fed_slots``. ``lasts_B`` are the sequences' last rows."""
+    if PENDING not in token_ids:
+        return NONE, NONE
+    fed_rows = np.flatnonzero(token_ids_T == PENDING)
+    return fed_rows, slots_B[np.searchsorted(lasts_B, fed_rows)]
+
+
+def _adapters(works: Works) -> Ints | None:
+    slots = [-1 if s.request.adapter is None else s.request.adapter.slot for s in works.sequences]
+    return np.repeat(ints(slots), works.lens) if max(slots, default=-1) >= 0 else None

@@ -11,9 +11,9 @@ from infer import device as devices
 from infer.cache import KVStorage, StateManager, StateStorage
 from infer.contracts.cache import CacheContext
 from infer.contracts.model import ModelProtocol, Pass
-from infer.contracts.params import MAX_LOGPROBS
+from infer.contracts.params import MAX_LOGPROBS, SamplingParams
 from infer.engine.runner import SCORED_ROWS
-from infer.engine.sampler import equal_draws, score
+from infer.engine.sampler import make_draws, score
 from infer.errors import InferError
 
 
@@ -48,7 +48,7 @@ def activation_bytes(model: ModelProtocol, context: CacheContext, max_tokens: in
         rows = max(context.max_batch_size, SCORED_ROWS)
         logits = model.logits(hidden[torch.arange(rows, device=device) % tokens])
 
-        draws = equal_draws(rows, device, temperature=1.0, top_k=50, top_p=0.9, uniform=0.5)
+        draws = make_draws([SamplingParams(temperature=1.0, top_k=50, top_p=0.9)] * rows, device, [0.5] * rows)
         drawn = context.kernels.sample(logits, draws).clamp(min=0)
         score(logits, drawn, [MAX_LOGPROBS] * rows).read()
 

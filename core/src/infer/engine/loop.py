@@ -133,13 +133,8 @@ class EngineLoop:
             self.check()
             if self._closing:
                 raise EngineDeadError("The engine is shutting down and takes no more requests.")
-            fitting = self._fitting(requests)
-            if not fitting:
-                raise self._full()
-            tokens = self._tokens(fitting)
-            accepted = tuple(fitting[: len(tokens)])
-            if not accepted:
-                raise self._full(tokens=True)
+            tokens = self._fitting(requests)
+            accepted = tuple(requests[: len(tokens)])
             for request in accepted:
                 if request.id in self._open:
                     raise ValueError(f"request id {request.id!r} is in use")
@@ -177,34 +172,26 @@ class EngineLoop:
             )
         return QueueFullError(sentence, retry_after_s=min(max(math.ceil(seconds), 1), LONGEST_RETRY_S))
 
-    def _tokens(self, requests: Sequence[Request]) -> dict[str, int]:
-        """How many tokens the prompts of the requests have, by request id, of as many as there is room for, from the
-        first on; 0 for a prompt that a request before it has, too."""
-        groups, found = set(self._sharing), dict[str, int]()
-        total = self._total_tokens
+    def _fitting(self, requests: Sequence[Request]) -> dict[str, int]:
+        """As many of the requests as there is a place for, and room for their prompts, from the first on: how many
+        tokens each prompt has, by request id; 0 for a prompt that a request before it has, too. Raises QueueFullError
+        if not even the first fits."""
+        here, total, groups = len(self._open), self._total_tokens, set(self._sharing)
+        taken = here - self._sharing.total() + len(groups)
+        found: dict[str, int] = {}
         for request in requests:
-            tokens = 0 if request.group in groups else len(request.prompt_token_ids)
-            if total and total + tokens > self._max_open_tokens:
+            shares = request.group in groups
+            tokens = 0 if shares else len(request.prompt_token_ids)
+            crowded = (here if shares else taken) >= self._max_open
+            if crowded or (total and total + tokens > self._max_open_tokens):
+                if not found:
+                    raise self._full(tokens=not crowded)
                 break
             found[request.id] = tokens
-            total += tokens
+            here, taken, total = here + 1, taken + (not shares), total + tokens
             if request.group:
                 groups.add(request.group)
         return found
-
-    def _fitting(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """As many of the requests as there are places for, from the first on."""
-        here, groups = len(self._open), set(self._sharing)
-        taken = here - self._sharing.total() + len(groups)
-        for i, request in enumerate(requests):
-            shares = request.group in groups
-            if (here if shares else taken) >= self._max_open:
-                return requests[:i]
-            here += 1
-            taken += not shares
-            if request.group:
-                groups.add(request.group)
-        return requests
 
     def abort(self, request_id: str) -> None:
         """End a request within a step. A request that has ended already is not affected."""

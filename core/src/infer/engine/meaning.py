@@ -18,7 +18,8 @@ from infer.cache import KVStorage
 from infer.contracts.attention import AttentionSpec, Rotary
 from infer.contracts.cache import CacheContext
 from infer.contracts.kernels import Expert, KernelsProtocol
-from infer.engine.sampler import equal_draws
+from infer.contracts.params import SamplingParams
+from infer.engine.sampler import make_draws
 from infer.kernels.reference import ReferenceKernels
 
 BOUND = 0.03
@@ -153,7 +154,8 @@ def wrong_draws(kernels: KernelsProtocol, logits_NV: Tensor) -> Iterator[str]:
     top = logits_NV.double().amax(-1)
     for temperature in (0.0, 1.0):
         top_k = int(temperature > 0)
-        draws = equal_draws(len(logits_NV), logits_NV.device, temperature=temperature, top_k=top_k, uniform=0.7)
+        N, params = len(logits_NV), SamplingParams(temperature=temperature, top_k=top_k)
+        draws = make_draws([params] * N, logits_NV.device, [0.7] * N)
         tokens = kernels.sample(logits_NV, draws).long()
         if not torch.equal(logits_NV.double().gather(1, tokens.clamp(min=0)[:, None])[:, 0], top):
             yield f"{type(kernels).__name__}.sample is wrong: it draws other tokens than the likeliest"

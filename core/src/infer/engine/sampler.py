@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from infer.contracts.kernels import Draws
-from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request, TokenLogprobs
 from infer.device import download, upload
 
@@ -44,7 +44,7 @@ class Drawing:
         if requests != self._requests:
             params = [request.params for request in requests]
             # What may raise goes first: nothing of these requests is kept then, or all of it.
-            seed_N, draws = words([request.seed for request in requests]), self._columns(params)
+            seed_N, draws = words([request.seed for request in requests]), make_draws(params, self._device)
             self._requests, self._seed_N, self._draws = requests, seed_N, draws
             self.wanted = [p.logprobs if p.logprob_token_ids is None else p.logprob_token_ids for p in params]
             self.scored = any(wanted is not None for wanted in self.wanted)
@@ -54,39 +54,35 @@ class Drawing:
             self._draws, uniform_N=upload(uniform(self._seed_N, np.asarray(positions).astype(np.uint64)), self._device)
         )
 
-    def _columns(self, params: Sequence[SamplingParams]) -> Draws:
-        def column(values: list[float], dtype: type = np.float32) -> Tensor:
-            return upload(np.array(values, dtype=dtype), self._device)
 
-        return Draws(
-            temperature_N=column([p.temperature for p in params]),
-            top_k_N=column([max(p.top_k, 0) for p in params], np.int64),
-            top_p_N=column([p.top_p for p in params]),
-            min_p_N=column([p.min_p for p in params]),
-            uniform_N=column([0.0] * len(params), np.float64),
-            greedy=all(p.temperature == 0 for p in params),
-            top_k=any(p.temperature > 0 and p.top_k > 0 for p in params),
-            top_p=any(p.temperature > 0 and p.top_p < 1 for p in params),
-        )
+class DrawParams(Protocol):
+    """What a token is drawn with, but for the random number."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
 
 
-def equal_draws(
-    rows: int, device: torch.device, *, temperature: float, top_k: int = 0, top_p: float = 1.0, uniform: float
-) -> Draws:
-    """The same parameters and the same random number for all rows."""
+def make_draws(params: Sequence[DrawParams], device: torch.device, uniform: Sequence[float] | None = None) -> Draws:
+    """What to draw a token of each row with; ``uniform`` are the random numbers, zeros if they come later."""
 
-    def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((rows,), value, dtype=dtype, device=device)
+    def column(values: Sequence[float], dtype: type = np.float32) -> Tensor:
+        return upload(np.array(values, dtype=dtype), device)
 
     return Draws(
-        temperature_N=full(temperature),
-        top_k_N=full(top_k, torch.int64),
-        top_p_N=full(top_p),
-        min_p_N=full(0.0),
-        uniform_N=full(uniform, torch.float64),
-        greedy=temperature == 0,
-        top_k=temperature > 0 and top_k > 0,
-        top_p=temperature > 0 and top_p < 1,
+        temperature_N=column([p.temperature for p in params]),
+        top_k_N=column([max(p.top_k, 0) for p in params], np.int64),
+        top_p_N=column([p.top_p for p in params]),
+        min_p_N=column([p.min_p for p in params]),
+        uniform_N=column([0.0] * len(params) if uniform is None else uniform, np.float64),
+        greedy=all(p.temperature == 0 for p in params),
+        top_k=any(p.temperature > 0 and p.top_k > 0 for p in params),
+        top_p=any(p.temperature > 0 and p.top_p < 1 for p in params),
     )
 
 

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Seq
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from infer.contracts.cache import CachePoolProtocol
 from infer.contracts.proposer import Computed, DraftRequest, ProposerProtocol, ReadingProposer
 from infer.contracts.scheduler import PENDING, Sequence, Work, Works
-from infer.engine.payoff import Plan
+from infer.engine.payoff import Payoff, Plan
 from infer.engine.processors import LogitsProcessor
 from infer.errors import PluginError
 
@@ -25,22 +25,6 @@ log = logging.getLogger(__name__)
 
 Passes = list[Seq[Work]]
 Drafts = tuple[int, ...]
-
-
-class PayoffProtocol(Protocol):
-    """What ``Speculation`` asks how many drafts to verify: see ``Payoff``."""
-
-    def plan(self, rows: int, most: Mapping[Sequence, int]) -> Plan: ...
-
-    def proposed(self, plan: Plan, found: Mapping[Sequence, int], seconds: float) -> None: ...
-
-    def verified(self, sequence: Sequence, proposed: int, right: int) -> None: ...
-
-    def guessed(self, sequence: Sequence, right: bool) -> None: ...
-
-    def learn(self, rows: int, drafts: int, seconds: float) -> None: ...
-
-    def end(self, sequence: Sequence) -> None: ...
 
 
 class Speculation:
@@ -54,7 +38,7 @@ class Speculation:
         proposer: ProposerProtocol,
         whose: str,
         pool: CachePoolProtocol,
-        payoff: PayoffProtocol,
+        payoff: Payoff,
         *,
         truncate: Callable[[int, int], None],
         most: int,

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from infer.contracts.kernels import Draws, KernelsProtocol
+from infer.contracts.kernels import KernelsProtocol
+from infer.engine.sampler import make_draws
 from infer.engine.trial_rows import HEAD_OPERATIONS, PER_VALUE, counted, row_counts
 
 
@@ -42,22 +43,10 @@ def varying_draws(
     logits_KV[MASKED, noise_V < 0] = -math.inf
 
     def sample(draws: Sequence[DrawCase]) -> list[int]:
-        def column(name: str, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([getattr(draw, name) for draw in draws], dtype=dtype, device=example_V.device)
-
         logits_NV = logits_KV[[draw.row for draw in draws]]
         tokens: list[int] = kernels.sample(
             logits_NV,
-            Draws(
-                temperature_N=column("temperature", torch.float32),
-                top_k_N=column("top_k", torch.int64),
-                top_p_N=column("top_p", torch.float32),
-                min_p_N=column("min_p", torch.float32),
-                uniform_N=column("uniform", torch.float64),
-                greedy=all(draw.temperature == 0 for draw in draws),
-                top_k=any(draw.top_k > 0 for draw in draws),
-                top_p=any(draw.top_p < 1 for draw in draws),
-            ),
+            make_draws(draws, example_V.device, [draw.uniform for draw in draws]),
         ).tolist()
         return tokens
 
