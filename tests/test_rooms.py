@@ -18,7 +18,7 @@ ABOVE = (
 )
 SERVER = ("torch", "infer.cache", "infer.kernels", "infer.commands", "infer_testing")
 DOORS = (
-    *("infer", "infer.assemble.assembly", "infer.assemble.blueprint", "infer.assemble.texts"),
+    *("infer", "infer.assemble.assembly", "infer.assemble.blueprint"),
     *("infer.llm", "infer.openmp", "infer.plugins.survey", "infer.engine.loop"),
 )
 """Where rooms meet: what is behind these is not counted as imported by whoever imports them."""

@@ -20,6 +20,7 @@ from infer.assemble.identity import identity, packed_identity
 from infer.assemble.kept import KeptWeights, weights_folder
 from infer.assemble.sizes import Sketch, Taken
 from infer.assemble.texts import Texts, check_tokenizer, read_texts
+from infer.assemble.texts import read_beforehand as read_beforehand  # for processes that wait for a model
 from infer.assemble.weights import Weights, open_checkpoint
 from infer.checkpoint import Checkpoint, ending
 from infer.contracts.cache import CacheContext, CachePoolProtocol, StatefulPool

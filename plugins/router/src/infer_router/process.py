@@ -161,7 +161,7 @@ def _prepared(source: IO[str]) -> Any:
 
 
 def _read_beforehand(tokenizer: Path, plugins: Any) -> None:
-    from infer.assemble.texts import read_beforehand
+    from infer.assemble.blueprint import read_beforehand
     from infer.settings import load_settings
 
     try:
