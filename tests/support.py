@@ -563,7 +563,7 @@ class Stepper:
         thinking: ThinkingTokens | None = None,
         **params: Any,
     ) -> Request:
-        """Without a seed, its id is one: what is drawn is the same each time."""
+        """Submit a request. Its id is its seed if none is given, so that each run draws the same tokens."""
         request = Request.make(
             prompt,
             SamplingParams(**{"seed": zlib.crc32(id.encode())} | params),

@@ -176,7 +176,16 @@ async def test_no_answer_holds_up_the_loop(
     ) as server:
         _, once, _ = await server.post(body, f"/v1/{path}")
         monkeypatch.setattr(streams, "TURN_S", -1.0)
-        monkeypatch.setattr(service, "PIECE_BYTES", 1000)
+        for module in (service, streams):
+            monkeypatch.setattr(module, "PIECE_BYTES", 1000)
+        writes, write = 0, streams.write
+
+        async def watched(*args: Any) -> None:
+            nonlocal writes
+            writes += 1
+            await write(*args)
+
+        monkeypatch.setattr(streams, "write", watched)
         for module in (completions, service, tokens):
             monkeypatch.setattr(module, "number", counted)
         ticks = asyncio.create_task(tick())
@@ -186,6 +195,7 @@ async def test_no_answer_holds_up_the_loop(
         assert essence(pieces) == essence(once)
         assert headers["Content-Type"] == "application/json; charset=utf-8"
         assert int(headers["Content-Length"]) > 50_000
+        assert writes > 10
         assert headers["X-Request-Id"] in pieces["id"]
         assert total > 2000
         assert longest <= streams.FEW * 22, "more than a step's tokens at once"

@@ -13,8 +13,8 @@ from tests.serving import Body, Running, holding, running, until
 
 import infer_server.service
 from infer.contracts.request import Event, Request
-from infer.engine.loop import AsyncDoor
 from infer_llguidance.backend import Matcher
+from infer_server.door import AsyncDoor
 from infer_server.http import bodies
 from infer_server.http.keys import Keys
 from infer_server.http.quotas import MOST_OWNERS, Bucket, Quotas, RateLimitError

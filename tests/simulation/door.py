@@ -11,8 +11,9 @@ from typing import Any, cast
 
 from infer.contracts.request import Event, Request
 from infer.engine.engine import Engine, Message
-from infer.engine.loop import AsyncDoor, EngineLoop
+from infer.engine.loop import EngineLoop
 from infer.errors import EngineDeadError, QueueFullError
+from infer_server.door import AsyncDoor
 
 
 class Still:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -12,7 +12,6 @@ from infer.assemble.assembly import start
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, FinishReason, Owner, Request, TokenLogprobs
 from infer.contracts.sections import Settings
-from infer.engine.loop import AsyncDoor
 from infer.errors import QueueFullError, RequestError, capital
 from infer.plugins.discovery import Plugins
 from infer.progress import bar
@@ -181,9 +180,20 @@ class LLM:
 
     async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[Event]:
         """``stream`` for asyncio."""
-        async with aclosing(AsyncDoor(self.loop).stream(self.request(prompt, params))) as events:
-            async for event in events:
-                yield self.checked(event)
+        running, coming = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+        def post(events: Sequence[Event]) -> None:
+            for event in events:
+                running.call_soon_threadsafe(coming.put_nowait, event)
+
+        request = self.request(prompt, params)
+        self.loop.submit(request, post)
+        try:
+            while (event := await coming.get()).finish_reason is None:
+                yield event
+            yield self.checked(event)
+        finally:
+            self.loop.abort(request.id)
 
     def checked(self, event: Event) -> Event:
         """Return the event. Raises EngineDeadError if it reports that the whole engine has failed."""

@@ -139,18 +139,15 @@ class KeptWeights:
             file = PackedFile(self.path, self._identity)
         except FileNotFoundError:
             return None
-        except OSError as error:
-            self.drop(CheckpointError(f"it cannot be read ({error.strerror})"))
-            return None
-        except CheckpointError as error:
-            self.drop(error)
+        except (OSError, CheckpointError) as error:
+            self.drop(f"it cannot be read ({error.strerror})" if isinstance(error, OSError) else error)
             return None
         self._file, self.mapped, self.kept = file, file.nbytes, True
         self.written.set()
         log.info("packed weights: mapped from %s", self.path)
         return file
 
-    def drop(self, why: InferError) -> None:
+    def drop(self, why: InferError | str) -> None:
         """Remove the file, which is of no use."""
         self._file, self.mapped, self.kept = None, 0, False
         self.written.clear()

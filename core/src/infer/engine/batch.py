@@ -149,8 +149,15 @@ def _pack_decodes(works: Works, lineup: Lineup, processors: Mapping[Sequence, Lo
     token_ids = [tokens[-1] for tokens in lineup.tokens]
     token_ids_T, starts_B, rows_B = ints(token_ids), ints(works.starts), np.arange(len(works))
     fed_rows, fed_slots = _fed(token_ids, token_ids_T, rows_B, lineup.slots_B)
-    processed = _processed(of, lineup.sequences, works.drafts, processors)
-    draw = Draw(of, 0, None, lineup.slots_B, starts_B + 1, lineup.requests, processed)
+    draw = Draw(
+        of=of,
+        first=0,
+        last_M=None,
+        slots_M=lineup.slots_B,
+        positions_N=starts_B + 1,
+        requests=lineup.requests,
+        processed=_processed(of, lineup.sequences, works.drafts, processors),
+    )
     return Batch(
         decode_only=True,
         slots=lineup.slots,

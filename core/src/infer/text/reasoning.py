@@ -33,8 +33,8 @@ def read_reasoning(
     part: PartProtocol, tags: ReasoningTags | None, *, thinking: bool, exact: bool = False
 ) -> PartProtocol:
     """What reads the reasoning between ``tags``, if given, and passes the rest to ``part``. ``thinking`` means that the
-    prompt has opened them, and ``exact`` keeps the whitespace that follows the reasoning. Tags with a reader of their
-    own leave that to ``part``, which comes from it."""
+    prompt has opened them, and ``exact`` keeps the whitespace that follows the reasoning. If the tags have a reader of
+    their own, ``part`` reads with it, and reads the reasoning itself."""
     if tags is None or tags.reader is not None:
         return part
     return Script(functools.partial(_reasoned, part=part, tags=tags, within=thinking, exact=exact))

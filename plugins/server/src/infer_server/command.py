@@ -14,6 +14,7 @@ SERVING = {
     "--api-key": "server.api_keys",
     "--served-model-name": "server.served_model_name",
 }
+"""Short names for the settings that users of servers type most; other servers use the same names."""
 SEVERAL = "models"
 """The command that serves several models."""
 

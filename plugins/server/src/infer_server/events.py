@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
-from infer.contracts.request import Event, Pooling, Request, ThinkingTokens
+from infer.contracts.request import Event, Request
 from infer.errors import EngineDeadError, InferError, RequestError, RequestTimeoutError
 from infer_server.http.wire import SHUTTING_DOWN
 
@@ -26,16 +26,6 @@ class RequestFields(Protocol):
     def cache_salt(self) -> str | None: ...
     @property
     def priority(self) -> int: ...
-
-
-class RequestOptions(TypedDict, total=False):
-    """What else an endpoint may say of its requests: arguments of ``Served.request``."""
-
-    special: bool
-    grammar_after: tuple[int, ...]
-    thinking: ThinkingTokens | None
-    forks: Callable[[Sequence[int]], tuple[int, ...]] | tuple[int, ...]
-    pooling: Pooling | None
 
 
 class TokenCount:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from infer.contracts.params import CallOutputs, SamplingParams, StructuredOutputs, ToolGrammar
 from infer.contracts.request import ThinkingTokens
 from infer.contracts.text import PartProtocol, ReasoningTags
 from infer.text.tool_formats import ToolFormat
 from infer_server.calling import Whole, calls_schema, make_parser
-from infer_server.events import RequestOptions
 from infer_server.thoughts import Thoughts
 from infer_server.tokens import Tokens
 
@@ -63,6 +62,15 @@ class ToolUse:
         return StructuredOutputs(json_schema=calls_schema(self.forced, None if self.parallel else 1))
 
 
+class ReplyOptions(TypedDict):
+    """Arguments of ``Service.requests``."""
+
+    special: bool
+    grammar_after: tuple[int, ...]
+    thinking: ThinkingTokens | None
+    forks: Callable[[Sequence[int]], tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class Reply:
     """What ``Conversation.reply`` has found out."""
@@ -85,8 +93,8 @@ class Reply:
     """How many of the assistant's messages follow the last one of the user's."""
 
     @property
-    def options(self) -> RequestOptions:
-        """What the requests for replies need besides the prompt and the parameters."""
+    def options(self) -> ReplyOptions:
+        """What a request for this reply says besides its prompt and its parameters."""
         return {
             "special": False,
             "grammar_after": self.grammar_after,

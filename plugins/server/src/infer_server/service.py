@@ -11,27 +11,26 @@ from contextlib import aclosing
 from typing import TypeVar, cast
 
 from aiohttp import web
-from typing_extensions import Unpack
 
 from infer.assemble.served import Served
 from infer.contracts.adapters import Adapter
 from infer.contracts.params import SamplingParams
-from infer.contracts.request import Event, Owner, Request, TokenLogprobs
+from infer.contracts.request import Event, Owner, Pooling, Request, ThinkingTokens, TokenLogprobs
 from infer.contracts.sections import Settings
-from infer.engine.loop import AsyncDoor, EngineLoop
+from infer.engine.loop import EngineLoop
 from infer.errors import InferError, RequestError, RequestTimeoutError
 from infer.llm import Completion
 from infer.plugins.discovery import Plugins
 from infer.text.detokenizer import TokenTexts
 from infer_server.compiling import Compiler
 from infer_server.conversation import Conversation
+from infer_server.door import AsyncDoor
 from infer_server.events import (
     LONG_CHARS,
     Events,
     Frames,
     Json,
     RequestFields,
-    RequestOptions,
     TokenCount,
     raise_if_failed,
 )
@@ -220,7 +219,11 @@ class Service:
         *,
         n: int = 1,
         prefix: str = "cmpl",
-        **options: Unpack[RequestOptions],
+        special: bool = True,
+        grammar_after: tuple[int, ...] = (),
+        thinking: ThinkingTokens | None = None,
+        forks: Callable[[Sequence[int]], tuple[int, ...]] | tuple[int, ...] = (),
+        pooling: Pooling | None = None,
     ) -> list[Request]:
         """Make ``n`` requests for each prompt, in order. Raises RequestError, or RequestTimeoutError if the time of
         ``http`` is up, which all its prompts have together."""
@@ -234,20 +237,23 @@ class Service:
             made: list[Request] = []
             for p, prompt in enumerate(prompts):
                 for i in range(n):
-                    more: RequestOptions = {**options, "forks": made[-1].forks} if i else options
                     request = self.served.request(
                         made[-1].prompt_token_ids if i else prompt,
                         _seeded(params, i),
+                        special=special,
                         id=f"{prefix}-{http[REQUEST_ID]}" + (f"-{len(made)}" if len(prompts) * n > 1 else ""),
                         cache_salt=fields.cache_salt,
                         priority=fields.priority,
                         owner=owner,
                         group=f"{http[REQUEST_ID]}-{p}" if n > 1 else "",
                         grammar=grammar,
+                        grammar_after=grammar_after,
+                        thinking=thinking,
+                        forks=made[-1].forks if i else forks,
+                        pooling=pooling,
                         trace=trace,
                         adapter=adapter,
                         timeout_s=timeout_s,
-                        **more,
                     )
                     made.append(request)
             return made
@@ -255,8 +261,8 @@ class Service:
         return await self.tokenize(prompts, make, n)
 
     def _time_left(self, http: web.Request) -> float | None:
-        """How many seconds a request may still take; None if there is no limit. Raises RequestTimeoutError if its time
-        is up."""
+        """How many seconds a request may still take, from its first prompt on; None if there is no limit. Raises
+        RequestTimeoutError if its time is up."""
         limits = self._settings.request_timeout_s, getattr(http.get(BODY), "timeout", None)
         timeout_s = min((limit for limit in limits if limit is not None), default=None)
         if timeout_s is None:
@@ -325,7 +331,9 @@ class Service:
     async def stream(self, http: web.Request, requests: Sequence[Request], frames: Frames) -> web.StreamResponse:
         """Run requests and answer with a stream in the route's wire format: the frames that ``frames`` makes
         of the requests' events. What keeps requests from being taken is answered with an error status, a later failure
-        with an error in the stream."""
+        with an error in the stream. The headers are sent as soon as the requests are taken. Until there is an event,
+        the format's ``IDLE`` is sent every ``SILENCE_S``, so that no proxy and no client takes a long prompt for a dead
+        connection."""
         count, written = TokenCount(requests), wire_format(http)
         async with aclosing(self.door.stream(*requests)) as events:
             response, first = await self._begun(http, written, events)
@@ -348,9 +356,8 @@ class Service:
     async def _begun(
         self, http: web.Request, written: WireFormat, events: AsyncGenerator[Event]
     ) -> tuple[web.StreamResponse, Event]:
-        """The response to a stream, and its first event. The headers are sent as soon as the requests are taken. Until
-        there is an event, the format's ``IDLE`` is sent every ``SILENCE_S``, so that no proxy and no client takes a
-        long prompt for a dead connection. Raises what keeps requests from being taken."""
+        """A stream's response, whose headers have been sent, and its first event. Raises what keeps requests from being
+        taken."""
         coming = asyncio.ensure_future(anext(events))
         try:
             await asyncio.sleep(0)  # the engine takes the requests, or refuses them
