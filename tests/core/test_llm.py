@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -18,9 +19,11 @@ from infer import LLM, PLUGIN_API, CheckpointError, RequestError, SamplingParams
 from infer.assemble import texts
 from infer.assemble.assembly import start
 from infer.assemble.texts import read_beforehand
+from infer.contracts.request import Event, Request
 from infer.contracts.scheduler import SchedulerRegistration, Sequence
 from infer.contracts.text import ToolFormatRegistration
 from infer.engine.engine import Engine, Message
+from infer.engine.loop import Mailbox
 from infer.engine.schedulers import ContinuousScheduler
 from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
@@ -178,6 +181,33 @@ async def test_astream(llm: LLM) -> None:
     params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
     events = [event async for event in llm.astream("import ", params)]
     assert "".join(e.text for e in events) == llm.generate("import ", params)[0].text
+    early = llm.astream("import ", SamplingParams(max_tokens=400, ignore_eos=True))
+    await anext(early)
+    await early.aclose()
+    llm.generate("x", SamplingParams(max_tokens=1))
+    assert llm.loop.num_open == 0
+
+
+async def test_passes_that_have_piled_up_do_not_hold_up_the_event_loop(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[int] = [0]
+
+    def submit(request: Request, mailbox: Mailbox) -> None:
+        for i in range(100):
+            mailbox([Event(request.id, (i,))])
+        mailbox([Event(request.id, finish_reason="length")])
+
+    async def others() -> None:
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(llm.loop, "submit", submit)
+    task = asyncio.create_task(others())
+    seen = [turns[0] async for _ in llm.astream("x")]
+    task.cancel()
+    assert len(set(seen)) == 101
 
 
 def test_prompt_logprobs(llm: LLM) -> None:

@@ -180,18 +180,20 @@ class LLM:
 
     async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[Event]:
         """``stream`` for asyncio."""
-        running, coming = asyncio.get_running_loop(), asyncio.Queue[Event]()
+        running, coming = asyncio.get_running_loop(), asyncio.Queue[Sequence[Event]]()
 
         def post(events: Sequence[Event]) -> None:
-            for event in events:
-                running.call_soon_threadsafe(coming.put_nowait, event)
+            running.call_soon_threadsafe(coming.put_nowait, events)
 
         request = self.request(prompt, params)
         self.loop.submit(request, post)
         try:
-            while (event := await coming.get()).finish_reason is None:
-                yield event
-            yield self.checked(event)
+            while True:
+                for event in await coming.get():
+                    yield self.checked(event)
+                    if event.finish_reason is not None:
+                        return
+                await asyncio.sleep(0)  # let others run, if passes have piled up
         finally:
             self.loop.abort(request.id)
 

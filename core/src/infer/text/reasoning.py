@@ -34,7 +34,7 @@ def read_reasoning(
 ) -> PartProtocol:
     """What reads the reasoning between ``tags``, if given, and passes the rest to ``part``. ``thinking`` means that the
     prompt has opened them, and ``exact`` keeps the whitespace that follows the reasoning. If the tags have a reader of
-    their own, ``part`` reads with it, and reads the reasoning itself."""
+    their own, ``part`` (from ``read_content``) separates the reasoning, and is returned as it is."""
     if tags is None or tags.reader is not None:
         return part
     return Script(functools.partial(_reasoned, part=part, tags=tags, within=thinking, exact=exact))

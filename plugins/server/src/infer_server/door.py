@@ -1,4 +1,4 @@
-"""The engine as an asyncio program reaches it: many requests of one body, and what their owners are charged."""
+"""The server's door to the engine: places, many requests of one body, and what their owners are charged."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class ToolUse:
 
 
 class ReplyOptions(TypedDict):
-    """Arguments of ``Service.requests``."""
+    """Those arguments of ``Service.requests`` that a reply determines."""
 
     special: bool
     grammar_after: tuple[int, ...]

@@ -25,15 +25,7 @@ from infer.text.detokenizer import TokenTexts
 from infer_server.compiling import Compiler
 from infer_server.conversation import Conversation
 from infer_server.door import AsyncDoor
-from infer_server.events import (
-    LONG_CHARS,
-    Events,
-    Frames,
-    Json,
-    RequestFields,
-    TokenCount,
-    raise_if_failed,
-)
+from infer_server.events import LONG_CHARS, Events, Frames, Json, RequestFields, TokenCount, raise_if_failed
 from infer_server.http.access import CALLER
 from infer_server.http.bodies import MAX_BODIES, BodyBudget, Reader, arrived, unpacked
 from infer_server.http.body import Body
@@ -261,8 +253,8 @@ class Service:
         return await self.tokenize(prompts, make, n)
 
     def _time_left(self, http: web.Request) -> float | None:
-        """How many seconds a request may still take, from its first prompt on; None if there is no limit. Raises
-        RequestTimeoutError if its time is up."""
+        """How many seconds are left of a request's time, which begins with its first prompt (``BEGAN``); None if there
+        is no limit. Raises RequestTimeoutError if none are."""
         limits = self._settings.request_timeout_s, getattr(http.get(BODY), "timeout", None)
         timeout_s = min((limit for limit in limits if limit is not None), default=None)
         if timeout_s is None:

@@ -404,7 +404,7 @@ class _Streamed:
         """What an event adds: at least one delta if the event has more to say than text, or is the last one."""
         pieces = [*self._parser.push(event.text), *(self._parser.flush() if event.finish_reason is not None else ())]
         deltas = [self._calls.delta(piece) for piece in pieces]
-        if not deltas and (event.logprobs or event.finish_reason or event.prompt_logprobs):
+        if not deltas and (event.logprobs or event.finish_reason or event.prompt_logprobs is not None):
             deltas = [{}]
         self._spoken |= any("content" in delta for delta in deltas)
         if event.finish_reason is not None and not (self._spoken or self.calls):
