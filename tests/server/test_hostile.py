@@ -194,7 +194,7 @@ async def test_no_answer_holds_up_the_loop(
         assert essence(pieces) == essence(once)
         assert headers["Content-Type"] == "application/json; charset=utf-8"
         assert int(headers["Content-Length"]) > 50_000
-        assert len(writes) > 10
+        assert len(writes) > 3
         assert headers["X-Request-Id"] in pieces["id"]
         assert total > 2000
         assert longest <= streams.FEW * 22, "more than a step's tokens at once"
