@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -13,6 +14,9 @@ from tests import examples
 
 from infer_server.http.children import give_back
 
+# A shell has what it starts in the background ignore SIGINT, and all that this starts in turn, such as the agents that
+# tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tiny tensors gain nothing from a second thread, and its spinning costs whatever runs beside.
 torch.set_num_threads(1)
 # oneDNN would keep what it compiled for the last 1024 shapes, and what calls it as many again. Tests have thousands of
