@@ -37,9 +37,11 @@ $(BIN)/python:
 # Bytecode is made of what is imported, not of all that is installed, which takes a minute.
 PIP := $(BIN)/python -m pip install --quiet --no-compile
 
+# Without isolation: pip would set up hatchling anew for each of our packages, which takes ten times as long as a build.
 $(VENV)/.packages: Makefile constraints.txt requirements-dev.txt $(PACKAGES:%=%/pyproject.toml) \
 		$(wildcard plugins/*/hatch_build.py plugins/*/src/*/native/*) | $(BIN)/python
-	$(PIP) --constraint constraints.txt --requirement requirements-dev.txt $(PACKAGES:%=--editable %)
+	$(PIP) --constraint constraints.txt --requirement requirements-dev.txt
+	$(PIP) --constraint constraints.txt --no-build-isolation $(PACKAGES:%=--editable %)
 	touch $@
 
 # What cannot be in one environment with the rest, or is no Python: for tests/clients, tests/kernels_triton, tests/console and
