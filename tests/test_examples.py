@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tests.forking import Forks
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[1]
@@ -124,7 +125,7 @@ def environment(folder: Path, wheels: Path, *names: str) -> Path:
 
 
 @pytest.mark.slow
-def test_the_examples_work_as_a_stranger_installs_them(tmp_path: Path) -> None:
+def test_the_examples_work_as_a_stranger_installs_them(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """From wheels, and side by side: none is in another's way."""
     wheels = build(tmp_path / "wheels", [*(ROOT / name for name in BASE), *EXAMPLES])
     for example in EXAMPLES:
@@ -136,15 +137,25 @@ def test_the_examples_work_as_a_stranger_installs_them(tmp_path: Path) -> None:
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("INFER_", "PYTHON"))}
 
     def run(folder: Path, *words: str) -> str:
-        done = subprocess.run(words, cwd=folder, env=plain, capture_output=True, text=True, timeout=900)
+        done = forks.run(words, folder, plain)
         assert done.returncode == 0, f"{folder.name}: {words}\n{done.stdout}{done.stderr}"
         return done.stdout
+
+    def script(folder: Path, code: str) -> str:
+        file = folder / "script.py"
+        file.write_text(code)
+        file.chmod(0o755)
+        return str(file)
 
     for example in EXAMPLES:
         shutil.copytree(example / "tests", tmp_path / example.name / "tests")
         (tmp_path / example.name / "settings.toml").write_text(SETTINGS.get(example.name, ""))
     options = ("-p", "no:cacheprovider", "-p", "no:xdist", "-rp", "--import-mode=importlib", "-m", "not slow")
-    passed = run(tmp_path, str(bin / "python"), "-m", "pytest", *options, *(example.name for example in EXAMPLES))
+    # torch and transformers are imported once for all commands.
+    forks = Forks(bin / "python", plain, "torch", "transformers")
+    request.addfinalizer(forks.close)
+    tests = script(tmp_path, "import pytest, sys\nsys.exit(pytest.console_main())\n")
+    passed = run(tmp_path, tests, *options, *(example.name for example in EXAMPLES))
     listed = run(tmp_path, str(bin / "infer"), "plugins")
     for example in EXAMPLES:
         assert f"PASSED {example.name}/tests/" in passed, example.name
@@ -155,7 +166,7 @@ def test_the_examples_work_as_a_stranger_installs_them(tmp_path: Path) -> None:
             assert len(generated) > len("def ")
         if example.name in PREPARED:
             imports = "from pathlib import Path\nfrom infer_testing import tiny_checkpoint\n"
-            run(folder, str(bin / "python"), "-c", imports + PREPARED[example.name])
+            run(folder, script(folder, imports + PREPARED[example.name]))
             generated = run(folder, infer, "generate", "--model", "made", "--max-tokens", "4", "--ignore-eos", "def ")
             assert len(generated) > len("def ")
         if CHECKS[example.name]:

@@ -23,14 +23,13 @@ from infer.errors import SettingsError
 from infer_server.http import access
 from infer_server.http.sockets import bind
 
-INFER = (sys.executable, "-c", "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-         "from infer.commands.cli import main; sys.exit(main())")  # fmt: skip
+INFER = Path(sys.executable).with_name("infer")
 EXPONENTIAL = {"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in range(40)]}
 
 
 @contextmanager
 def process(folder: Path, *argv: str, stdout: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
-    command = [*INFER, "serve", "--model.path", "demo", "--kernels.threads", "1", "--server.port", "0", *argv]
+    command = [str(INFER), "serve", "--model.path", "demo", "--kernels.threads", "1", "--server.port", "0", *argv]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INFER_")}
     with subprocess.Popen(
         command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment
