@@ -116,7 +116,9 @@ class QuantizedFiles:
         if zeros_NG is not None and bool((zeros_NG == 2 ** (bits - 1)).all()):
             zeros_NG = None
         whole = K % group_size == 0 and K * bits % 8 == 0
-        if whole and (groups_K is None or torch.equal(groups_K.long(), torch.arange(K) // group_size)):
+        neighbors_K = torch.arange(K) // group_size
+        columns_K = neighbors_K if groups_K is None else groups_K.long()
+        if whole and torch.equal(columns_K, neighbors_K):
             minimum_NG = None if zeros_NG is None else -(zeros_NG.float() * scales_NG.float()).contiguous()
             codes = codes[:, : K * bits // 8].contiguous()
             return GroupedWeight(codes, scales_NG, bits, minimum_NG, int8_activations=int8_activations)
@@ -125,10 +127,9 @@ class QuantizedFiles:
             "weights whose groups are not neighbors of equal number are dequantized when they are read: they take as "
             "much memory as plain ones, and activations are not rounded",
         )
-        groups = torch.arange(K) // group_size if groups_K is None else groups_K.long()
         values_NK = unpacked(codes, bits)[:, :K].float()
-        values_NK -= 2 ** (bits - 1) if zeros_NG is None else _columns(zeros_NG, groups)
-        values_NK *= _columns(scales_NG, groups)
+        values_NK -= 2 ** (bits - 1) if zeros_NG is None else _columns(zeros_NG, columns_K)
+        values_NK *= _columns(scales_NG, columns_K)
         return values_NK
 
 
