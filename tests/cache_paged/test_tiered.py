@@ -327,6 +327,21 @@ def test_no_prompt_waits_for_what_it_has_no_room_for() -> None:
     assert not tier.reads
 
 
+def test_what_is_read_takes_no_pages_of_what_it_goes_on_from() -> None:
+    """The pool has little room but that of the prompt's first blocks, which its windows do not reach."""
+    tier = Memory()
+    pool = restarted(tier, 1, layers=WINDOWED, blocks=24)
+    bits = serve(pool, range(60))[1]
+    rest(pool)
+    serve(pool, range(16))
+    for other in (range(1000, 1040), range(2000, 2018)):
+        allocate(pool, other)
+    place = allocate(pool, range(64))
+    assert place.num_cached == 52
+    found = read(pool, place.slot, 0, 13)
+    assert found == {at: bits[at] for at in found}
+
+
 @cases
 def test_what_lies_behind_a_damaged_block_is_computed(case: dict[str, Any]) -> None:
     tokens = range(60)

@@ -218,6 +218,16 @@ class Pages:
             needed += group.pages * (last - first - used)
         return needed
 
+    def behind(self, nodes: Sequence[Node], depth: int) -> int:
+        """How many of the available pages ``restore`` keeps, though a sequence that begins with ``depth`` blocks does
+        not need them: those of the ``nodes``' blocks that its windows do not reach."""
+        return sum(
+            self.groups[k].pages
+            for k in self.windowed
+            for node in nodes[: max(0, depth - self.groups[k].tail)]
+            if node.blocks[k] is not None and not node.users[k]
+        )
+
     def grow(self, owner: int, num_tokens: int, length: int = 0) -> bool:
         """Give the owner, which has computed ``length`` tokens, room for ``num_tokens`` tokens in all. Return False if
         there are too few pages; only blocks behind its windows may then be gone. A table that lacks blocks keeps those

@@ -169,7 +169,7 @@ class TieredPool(PagedPool):
             depth <= len(pages.find(token_ids, salt)[0])
             or not manager.has_slot
             or len(token_ids) > manager.max_seq_len
-            or pages.needed(nodes, depth, room) > pages.num_available
+            or pages.needed(nodes, depth, room) + pages.behind(nodes, depth) > pages.num_available
         ):
             return {}
         all_parts = chain(self._reads(depth), ((i, k) for k in always for i in range(depth)))
