@@ -42,9 +42,15 @@ def context(
 
 
 def make(
-    tier: TierProtocol, *given: Any, clock: Any = lambda: 0.0, threads: Any = Inline, blocks: int = 40, **keys: Any
+    tier: TierProtocol,
+    *given: Any,
+    clock: Any = lambda: 0.0,
+    threads: Any = Inline,
+    blocks: int = 40,
+    snapshots: int | None = None,
+    **keys: Any,
 ) -> TieredPool:
-    settings = PagedSettings(block_size=SIZE, num_blocks=blocks)
+    settings = PagedSettings(block_size=SIZE, num_blocks=blocks, state_snapshots=snapshots)
     return TieredPool(context(*given, **keys), settings, lambda head: tier, clock=clock, threads=threads)
 
 
@@ -325,6 +331,23 @@ def test_no_prompt_waits_for_what_it_has_no_room_for() -> None:
     assert pool.allocate(range(60)) is None
     assert not pool.loading
     assert not tier.reads
+
+
+def test_no_prompt_waits_for_a_state_that_there_is_no_row_for() -> None:
+    tier, threads, tokens = Memory(), Patient(), range(60)
+    served(tier, tokens, states=STATES)
+    pool = restarted(tier, states=STATES, snapshots=1, threads=lambda count, name: threads)
+    running = allocate(pool, range(100, 124))
+    pool.batched_chunked_prefill_view([running.slot], [0], [8])  # saves the state near the prompt's end
+    place = pool.allocate(tokens)
+    assert place == Allocation(1)
+    assert not tier.reads
+    pool.free(place.slot)
+    pool.free(running.slot)
+    assert pool.allocate(tokens) is None
+    assert pool.loading
+    threads.work()
+    assert pool.allocate(tokens) == Allocation(running.slot, 44)
 
 
 def test_what_is_read_takes_no_pages_of_what_it_goes_on_from() -> None:

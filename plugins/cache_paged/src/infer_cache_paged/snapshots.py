@@ -249,6 +249,11 @@ class Snapshots(StateManager):
         nodes = chain(self._served, self._kept)
         return (node for node in nodes if node.state is not None and self._uses[node.state] == 1)
 
+    @property
+    def has_row(self) -> bool:
+        """Whether there is a row for a further snapshot."""
+        return bool(self._free) or any(True for _ in self._unused())
+
     def _row(self) -> int | None:
         """A row that nobody needs, or whose snapshot goes first; None if all are in use."""
         if not self._free:

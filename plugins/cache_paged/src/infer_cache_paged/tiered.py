@@ -149,6 +149,8 @@ class TieredPool(PagedPool):
         there: list[dict[int, str]] = []
         """Per block, the names of its parts; empty if the pool has them."""
         name, gains = self._salted(salt), False
+        # Without a row for a state, only those will do that the pool has.
+        readable = self._parts if self._snapshots is None or self._snapshots.has_row else self._parts[:-1]
         for i in range((len(token_ids) - 1) // size):
             node, parts = nodes[i] if i < len(nodes) else None, dict[int, str]()
             own = token_ids[i * size : (i + 1) * size]
@@ -156,7 +158,7 @@ class TieredPool(PagedPool):
             for part in self._parts:
                 if node is not None and _has(node, part):
                     parts[part] = ""
-                elif contains(full := f"{name}.{part:x}"):
+                elif part in readable and contains(full := f"{name}.{part:x}"):
                     parts[part], gains = full, True
             if not parts or any(k not in parts for k in always):
                 break
