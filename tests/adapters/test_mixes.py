@@ -11,9 +11,12 @@ import pytest
 import torch
 from tests.adapters.checkpoints import linear, write_adapter
 from tests.models.checkpoints import VOCAB, Family, write_checkpoint
+from tests.support import Always
 
-from infer import LLM
+from infer import LLM, hookimpl
+from infer.assemble import drafts
 from infer.contracts.params import SamplingParams
+from infer.contracts.records import RequestRecord
 from infer.llm import Completion
 
 NAMES = [None, "a", "b", "c"]
@@ -113,3 +116,30 @@ def test_what_is_decoded_is_what_a_prompt_of_the_whole_text_says(pair: tuple[LLM
         (read,) = llm.generate([whole], SamplingParams(max_tokens=1, prompt_logprobs=2), adapter=name)
         assert read.prompt_logprobs is not None
         assert read.prompt_logprobs[5:] == said.logprobs
+
+
+class Watch:
+    """Keeps the records of finished requests."""
+
+    INFER_PLUGIN_API = 2
+
+    def __init__(self) -> None:
+        self.records: list[RequestRecord] = []
+
+    @hookimpl
+    def infer_request_finished(self, record: RequestRecord) -> None:
+        self.records.append(record)
+
+
+def test_a_second_model_drafts_for_the_base_and_for_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no adapters itself."""
+    monkeypatch.setattr(drafts, "Payoff", lambda costs, waits: Always())
+    base, watch, answers = write_checkpoint(tmp_path / "base", "qwen3"), Watch(), []
+    write_adapter(base, tmp_path / "a")
+    params = SamplingParams(max_tokens=12, temperature=0, logprobs=2, ignore_eos=True)
+    for speculation in ({}, {"speculation": "draft", "draft": {"path": str(base)}}):
+        engine: Any = {"max_seq_len": 64, "max_batch_size": 2} | speculation
+        with LLM(str(base), adapters={"load": [f"a={tmp_path / 'a'}"]}, engine=engine, plugins=[watch]) as llm:
+            answers.append([bits(llm.generate([[5, 6, 7, 8, 9]], params, adapter=name)[0]) for name in (None, "a")])
+    assert answers[0] == answers[1]
+    assert [record.proposed > 0 for record in watch.records] == [False, False, True, True]

@@ -113,13 +113,14 @@ class DraftProposer:
             self._foreign.add(id)
             return None
         if sequence is None:
-            place = self._pool.allocate(tokens, salt=draft_request.request.cache_salt)
+            request = draft_request.request
+            place = self._pool.allocate(tokens, salt=request.cache_salt)
             if place is None:
                 return None
             plain = {"logprobs": None, "logprob_token_ids": None, "prompt_logprobs": None}
-            sequence = Sequence(
-                replace(draft_request.request, params=draft_request.request.params.model_copy(update=plain)), 0, longest
-            )
+            params = request.params.model_copy(update=plain)
+            # The second model has no adapters.
+            sequence = Sequence(replace(request, params=params, adapter=None), 0, longest)
             sequence.slot, sequence.num_computed = place.slot, place.num_cached
             sequence.tokens[:] = tokens  # of which more than the prompt may be cached
             self._open[id] = sequence
