@@ -77,6 +77,19 @@ def test_answers_are_the_same_whoever_proposes(name: str, plain: Any, monkeypatc
         assert all(record.accepted == record.proposed > 12 for record in watch.records[: len(PROMPTS)])
 
 
+def test_a_second_model_with_windows_reads_a_long_prompt_by_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cache has room for as many positions at a time as a chunk has."""
+    monkeypatch.setattr(drafts, "Payoff", lambda costs, waits: Always())
+    path, watch = write_checkpoint(tmp_path / "model", "gemma3", window=32, max_position_embeddings=512), Watch()
+    engine: dict[str, Any] = {"prefill_chunk_size": 64, "max_seq_len": 512, "max_batch_size": 1}
+    engine |= {"speculation": "draft", "draft": {"path": str(path)}}
+    with LLM(str(path), engine=engine, plugins=[watch], kernels={"threads": 1}) as llm:
+        llm.generate([[5 + i % 50 for i in range(450)]], SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
+    assert watch.records[0].accepted == watch.records[0].proposed > 0
+
+
 def test_a_second_model_has_to_be_there_and_to_know_the_same_tokens(tmp_path: Path) -> None:
     def refused(**draft: Any) -> str:
         with pytest.raises(InferError) as caught:

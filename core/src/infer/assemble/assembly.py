@@ -306,7 +306,7 @@ class Assembly(Blueprint):
         model = other.model
         tokenizer = read_tokenizer(None, other.checkpoint, frozenset())
         check_tokenizer(tokenizer, None, other.checkpoint, model.vocab_size)
-        return SecondModel(model, other.make_pool(model), tokenizer, other.context.max_seq_len)
+        return SecondModel(model, other.make_pool(model), tokenizer, other.context.max_seq_len, other._max_chunk)
 
     def _served(self, texts: Texts, formats: Sequence[Offer], sampling: Mapping[str, Any], verdict: Verdict) -> Served:
         settings, checkpoint, vocab_size = self.settings, self.checkpoint, self.model.vocab_size

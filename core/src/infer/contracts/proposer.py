@@ -85,6 +85,8 @@ class SecondModel(NamedTuple):
     tokenizer: Tokenizer
     max_seq_len: int
     """How many positions a sequence may have in it, at most those of the first model."""
+    max_chunk: int | None = None
+    """The most positions by which one pass may extend a sequence; None: any number."""
 
 
 class OwnHead(NamedTuple):

@@ -54,6 +54,7 @@ class DraftProposer:
         self._pool = pool
         self._truncate = pool.truncate
         self._longest = min(second.max_seq_len, context.max_seq_len)
+        self._max_chunk = second.max_chunk or CHUNK
         self._vocab_size = second.model.vocab_size
         self._open: dict[str, Sequence] = {}
         """Sequences in the second model's cache, by request id. Their tokens end with the drafts of the last call."""
@@ -74,7 +75,7 @@ class DraftProposer:
         rests = {sequence: len(sequence.tokens) - sequence.num_computed for sequence in most}
         for sequence in sorted(rests, key=rests.__getitem__):  # so that nobody waits for a long prompt
             if left > 0:
-                work = sequence.extend(min(rests[sequence], left))
+                work = sequence.extend(min(rests[sequence], left, self._max_chunk))
                 left -= work.length
                 works.append(work._replace(decode=True))  # what it computes of a prompt is not scored
         drawing = self._run(works)
