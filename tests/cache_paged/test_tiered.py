@@ -212,6 +212,14 @@ def test_only_equal_salts_share() -> None:
     assert not any(b"mine" in head for head, _ in tier.kept.values())
 
 
+def test_a_salt_may_be_any_text() -> None:
+    """JSON can name half of a surrogate pair."""
+    tier = Memory()
+    served(tier, range(40), "\ud800")
+    assert serve(restarted(tier), range(40), "\ud801")[0] == 0
+    assert serve(restarted(tier), range(40), "\ud800")[0] == 36
+
+
 def test_who_wants_every_position_computed_gets_it() -> None:
     tier = Memory()
     served(tier, range(40))

@@ -322,10 +322,10 @@ class TieredPool(PagedPool):
 
     def _salted(self, salt: str) -> str:
         """What stands before the name of a first block."""
-        return _digest(self._head + _digest(salt.encode()).encode())
+        return _digest(self._head + _salt_digest(salt).encode())
 
     def _key(self, name: str, part: int, salt: str, token_ids: Sequence[int]) -> BlockKey:
-        about = json.dumps({"part": part, "salt": _digest(salt.encode()), "base": is_of_base(salt)}).encode()
+        about = json.dumps({"part": part, "salt": _salt_digest(salt), "base": is_of_base(salt)}).encode()
         return BlockKey(name, b"\n".join((self._head, about, _packed(token_ids))), self._nbytes[part])
 
 
@@ -362,6 +362,10 @@ def _packed(token_ids: Sequence[int]) -> bytes:
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
+def _salt_digest(salt: str) -> str:
+    return _digest(salt.encode(errors="surrogatepass"))
 
 
 def _named(index: int, before: str, token_ids: Sequence[int]) -> str:
