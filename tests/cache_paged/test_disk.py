@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import resource
+import shutil
 import signal
 import stat
 from collections.abc import Callable, Iterator
@@ -236,6 +237,29 @@ def test_what_is_no_tiers_is_named_and_left_alone(
     assert [path.read_text() for path in foreign] == ["mine"] * 3
     assert not tier.contains(key(0).name)
     assert paths(own) == sorted(foreign[1:])
+
+
+def test_files_can_be_listed_while_others_go(opened: Callable[..., DiskTier], tmp_path: Path) -> None:
+    """As `infer cache list` does beside a server."""
+    for head in (HEAD, b"another"):
+        fill(opened(head=head), 3)
+    one, other = sorted((tmp_path / "kept").glob("?" * 32))
+    found = disk.files(tmp_path / "kept")
+    names = [next(found)[0]]
+    (one / key(1).name).unlink()
+    shutil.rmtree(other)
+    assert [*names, *(name for name, _ in found)] == [f"{one.name}/{key(i).name}" for i in (0, 2)]
+
+
+def test_a_start_removes_generations_without_files(opened: Callable[..., DiskTier], tmp_path: Path) -> None:
+    fill(opened(), 1)
+    opened(head=b"another")
+    (own,) = {path.parent for path in paths(tmp_path)}
+    assert len([*own.parent.glob("?" * 32)]) == 2
+    opened().clear()
+    assert [*own.parent.glob("?" * 32)] == [own]
+    fill(opened(), 1)
+    assert opened().contains(key(0).name)
 
 
 def test_a_folder_belongs_to_one_process(opened: Callable[..., DiskTier], tmp_path: Path) -> None:

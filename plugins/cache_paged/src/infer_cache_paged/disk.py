@@ -65,11 +65,11 @@ class DiskTier:
         self._guard = threading.Lock()
         self._failing = False
         try:
-            for each in (folder, self._own):
-                each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             held = lock(folder)
             self._entries = dict(files(folder, tidy=True)) if held is not None else {}
             """All files, by GENERATION/NAME."""
+            self._own.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise SettingsError(
                 f"cache.paged.disk is {str(folder)!r}, which cannot be used: {error.strerror}; give a folder that can "
@@ -202,15 +202,14 @@ def lock(folder: Path) -> int | None:
 
 
 def files(folder: Path, *, tidy: bool = False) -> Iterator[tuple[str, Entry]]:
-    """The files in a folder, by GENERATION/NAME. With ``tidy``, drafts and empty generations are removed, and the log
-    names what is not a tier's. Raises OSError."""
-    for generation in sorted(folder.iterdir()):
-        if not GENERATION.fullmatch(generation.name) or generation.is_symlink() or not generation.is_dir():
+    """The files in a folder, by GENERATION/NAME, beside a process that may write there. With ``tidy``, drafts and empty
+    generations are removed, and the log names what is not a tier's. Raises OSError."""
+    for generation, kind in _within(folder):
+        if not GENERATION.fullmatch(generation.name) or not stat.S_ISDIR(kind.st_mode):
             if tidy and generation.name != LOCK:
                 log.warning("cache.paged.disk: %s is not a tier's, and ignored", generation)
             continue
-        for file in sorted(generation.iterdir()):
-            about = file.lstat()
+        for file, about in _within(generation):
             if not stat.S_ISREG(about.st_mode) or not NAME.fullmatch(file.name.removeprefix(".")):
                 if tidy:
                     log.warning("cache.paged.disk: %s is not a tier's, and ignored", file)
@@ -218,6 +217,19 @@ def files(folder: Path, *, tidy: bool = False) -> Iterator[tuple[str, Entry]]:
                 yield f"{generation.name}/{file.name}", Entry(about.st_size, about.st_mtime)
             elif tidy:
                 file.unlink()
+        if tidy:
+            with suppress(OSError):  # it is not empty
+                generation.rmdir()
+
+
+def _within(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """What is in a folder, by name, but for what goes meanwhile. Raises OSError."""
+    paths = list[Path]()
+    with suppress(FileNotFoundError):
+        paths += folder.iterdir()
+    for path in sorted(paths):
+        with suppress(FileNotFoundError):
+            yield path, path.lstat()
 
 
 def read(path: Path, size: int) -> tuple[bytes, Payload]:
