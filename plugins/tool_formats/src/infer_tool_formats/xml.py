@@ -30,6 +30,7 @@ from infer.text.tool_formats.reader import (
 from infer.text.tool_formats.reader import (
     SPACE as WHITE,
 )
+from infer_tool_formats.schemas import Schema
 
 MOST_NESTED = 64
 MOST_CODE = 1 << 17
@@ -44,8 +45,8 @@ TYPES: dict[str, tuple[type, ...]] = {
 }
 WORDS = {"True": True, "False": False, "None": None}
 """Python's constants, as templates write them that print Python values."""
-STRING: dict[str, Any] = {"type": "string"}
-NO_STRING: dict[str, Any] = {"type": [*TYPES]}
+STRING = Schema(None, {"type": "string"})
+NO_STRING = Schema(None, {"type": [*TYPES]})
 
 
 class Dialect(NamedTuple):
@@ -250,7 +251,7 @@ def _function(reader: Reader, tools: Tools, dialect: Dialect) -> Steps[None]:
         if (yield from comes(reader, dialect.end_call)):
             reader.take(len(dialect.end_call))
         return
-    schemas = tools[function].get("properties")
+    parameters = Schema(tools[function], tools[function])
     before = "{"
     while not (end := (yield from comes(reader, dialect.end_call))):
         found = None
@@ -260,9 +261,7 @@ def _function(reader: Reader, tools: Tools, dialect: Dialect) -> Steps[None]:
             break
         reader.take(found.end())
         key, string = found["key"], found.groupdict().get("string")
-        schema = schemas.get(key) if isinstance(schemas, Mapping) else None
-        if string is not None:
-            schema = STRING if string in ("true", "string") else NO_STRING
+        schema = STRING if string in ("true", "string") else NO_STRING if string else parameters.member(key)
         yield Piece("arguments", f"{before}{dumped(key)}: ")
         if not (yield from _value(reader, dialect, key, schema)):
             return  # the text was cut off, so the JSON of the arguments stays unfinished too
@@ -275,7 +274,7 @@ def _function(reader: Reader, tools: Tools, dialect: Dialect) -> Steps[None]:
     yield Piece("arguments", "{}" if before == "{" else "}")
 
 
-def _value(reader: Reader, dialect: Dialect, key: str, schema: Any) -> Steps[bool]:
+def _value(reader: Reader, dialect: Dialect, key: str, schema: Schema) -> Steps[bool]:
     """Yield an argument's value: a string as it comes, anything else once it is whole. Returns whether it is whole. It
     ends at a closing tag only if another tag follows, because code in an argument may contain the closing tag."""
     opening, closing = dialect.within
@@ -284,8 +283,7 @@ def _value(reader: Reader, dialect: Dialect, key: str, schema: Any) -> Steps[boo
     end = dialect.end_argument.format(key=key)
     ends = Marks(closing + end, end)
     follow = (dialect.argument, dialect.end_call)
-    types = _types(schema)
-    string = types == {"string"} or (not types and dialect.nested is None)
+    string = schema.types == {"string"} or (not schema.types and dialect.nested is None)
     taken: list[str] = []
     if string:
         yield Piece("arguments", '"')
@@ -322,10 +320,11 @@ def _begins(reader: Reader, texts: tuple[str, ...]) -> bool:
     return any(text.startswith(held) for text in texts)
 
 
-def typed(text: str, schema: Any) -> Any:
-    """An argument's value by its JSON schema; the text itself if the schema allows no other type that fits."""
-    names = _types(schema)
-    if not names or names == {"string"}:
+def typed(text: str, schema: Schema) -> Any:
+    """An argument's value by its JSON schema; the text itself if the schema names it, or allows no other type that
+    fits."""
+    names = schema.types
+    if not names or names == {"string"} or text in schema.texts:
         return text
     try:
         value = _parsed(text)
@@ -353,10 +352,10 @@ def _parsed(text: str) -> Any:
     return value
 
 
-def _joined(text: str, schema: Any, tag: re.Pattern[str]) -> Any:
+def _joined(text: str, schema: Schema, tag: re.Pattern[str]) -> Any:
     """The value of a text that may consist of tags, a list if each is an ``item``; the text itself if they do not fit
     together."""
-    opened: list[tuple[str, Any, list[tuple[str, Any]]]] = [("", schema, [])]
+    opened: list[tuple[str, Schema, list[tuple[str, Any]]]] = [("", schema, [])]
     at = 0
     for found in tag.finditer(text):
         key, above, parts = opened[-1]
@@ -364,7 +363,7 @@ def _joined(text: str, schema: Any, tag: re.Pattern[str]) -> Any:
         if not found["end"]:
             if before.strip() or len(opened) > MOST_NESTED:
                 return text
-            opened.append((found["key"], _part(above, found["key"]), []))
+            opened.append((found["key"], above.member(found["key"]), []))
         elif found["key"] != key or (parts and before.strip()):
             return text
         else:
@@ -376,35 +375,13 @@ def _joined(text: str, schema: Any, tag: re.Pattern[str]) -> Any:
     return text if len(opened) > 1 or text[at:].strip() else _whole(parts)
 
 
-def _guessed(text: str, schema: Any) -> Any:
+def _guessed(text: str, schema: Schema) -> Any:
     """As ``typed``; if the schema does not say, the text is JSON if it can be."""
-    return typed(text, schema if _types(schema) else NO_STRING)
+    return typed(text, schema if schema.types else NO_STRING)
 
 
 def _whole(parts: list[tuple[str, Any]]) -> Any:
     return [value for _, value in parts] if all(key == "item" for key, _ in parts) else dict(parts)
-
-
-def _part(schema: Any, key: str) -> Any:
-    """The schema of a part of an object or a list."""
-    if not isinstance(schema, Mapping):
-        return None
-    properties = schema.get("properties")
-    if isinstance(properties, Mapping) and key in properties:
-        return properties[key]
-    return schema.get("items") if key == "item" else None
-
-
-def _types(schema: Any, depth: int = 4) -> set[str]:
-    """The names of the types that a schema allows by ``type``, ``anyOf`` and ``oneOf``."""
-    if not isinstance(schema, Mapping) or not depth:
-        return set()
-    found = schema.get("type")
-    names = {found} if isinstance(found, str) else {name for name in found or () if isinstance(name, str)}
-    for key in ("anyOf", "oneOf"):
-        for each in schema.get(key) or ():
-            names |= _types(each, depth - 1)
-    return names
 
 
 @functools.cache
