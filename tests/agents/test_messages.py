@@ -27,7 +27,7 @@ from infer.errors import RequestError
 from infer.text.tool_formats import ToolFormat
 from infer.text.tool_formats.reader import scripted
 from infer_agents import messages
-from infer_agents.message_bodies import MessagesRequest, conversation, short_id
+from infer_agents.message_bodies import MessagesRequest, conversation
 from infer_agents.response_tools import MAX_OFFERS
 from infer_agents.seal import Seal
 from infer_server import service
@@ -629,10 +629,8 @@ def test_turns_are_messages_that_take_turns() -> None:
     use: Body = {"type": "tool_use", "id": "toolu_abcDEF123", "name": "look", "input": {"at": [None, {"b": "é"}]}}
     result = {"type": "tool_result", "tool_use_id": "toolu_abcDEF123", "content": "seen", "is_error": True}
     other: Body = {"type": "tool_use", "id": "toolu_01AbCdEfGhIjKlMnOpQrStUv", "name": "look", "input": {}}
-    call = {"id": "abcDEF123", "type": "function", "function": {"name": "look", "arguments": use["input"]}}
-    id = short_id(other["id"])
-    assert len(id) == 9
-    assert id.isalnum()
+    asked = {"id": other["id"], "type": "function", "function": {"name": "look", "arguments": {}}}
+    call = {"id": "toolu_abcDEF123", "type": "function", "function": {"name": "look", "arguments": use["input"]}}
     assert read(
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "system", "content": "rules"},
@@ -667,11 +665,11 @@ def test_turns_are_messages_that_take_turns() -> None:
         {
             "role": "assistant",
             "content": "cd",
-            "tool_calls": [call, {"id": id, "type": "function", "function": {"name": "look", "arguments": {}}}],
+            "tool_calls": [call, asked],
             "thought": ["t"],
         },
-        {"role": "tool", "tool_call_id": "abcDEF123", "content": "Error: seen"},
-        {"role": "tool", "tool_call_id": id, "content": "x\n\nhear"},
+        {"role": "tool", "tool_call_id": "toolu_abcDEF123", "content": "Error: seen"},
+        {"role": "tool", "tool_call_id": other["id"], "content": "x\n\nhear"},
         {"role": "user", "content": "<system-reminder>\nmore\n</system-reminder>\n\ne"},
         {"role": "user", "content": "<system-reminder>\nlast\n</system-reminder>"},
     ]

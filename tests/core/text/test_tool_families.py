@@ -4,7 +4,8 @@ writes is read back, whole and character by character."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,13 @@ from infer.contracts.registration import NoSettings
 from infer.contracts.text import ReasoningTags, Tools
 from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL, ChatTemplate
 from infer.text.tool_formats import recognize
+from infer_agents.message_bodies import MessagesRequest
+from infer_agents.message_bodies import conversation as agents_conversation
+from infer_ollama.bodies import ChatBody
 from infer_server.calling import make_parser
+from infer_server.http.parsing import parse
+from infer_server.input_items import CallItem, CallOutputItem, InputMessage, conversation
+from infer_server.messages import Message, turns
 from infer_tool_formats import infer_reasoning_formats, infer_tool_formats
 
 REASONING: dict[str, ReasoningTags] = {each.name: each.factory(NoSettings()) for each in infer_reasoning_formats()}
@@ -87,6 +94,12 @@ GEMMA = (
 KIND = (
     "{{ 'boolean' if value is boolean else 'null' if value is none else 'number' if value is number"
     " else 'string' if value is string else 'object' if value is mapping else 'array' }}"
+)
+MISTRAL = (
+    "{%- macro checked(id) -%}{%- if not id is defined or id | length != 9 -%}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
+    "{%- endif -%}{{ id }}{%- endmacro -%}"
+    "{%- for message in messages if message.role == 'tool' %}{% set _ = checked(message.tool_call_id) %}{% endfor -%}"
 )
 SPACE = "{{ ']<]minimax[>[' }}"
 MINIMAX3 = (
@@ -271,6 +284,17 @@ FAMILIES = {
                 "{{ '<![CDATA[' + value + ']]>' if value is string and '<' in value else value }}</param>",
                 "</function>",
             )
+        ),
+    ),
+    "Mistral": Family(
+        "mistral",
+        template(
+            objects(
+                "[TOOL_CALLS][",
+                f'{{"name": "{NAME}", "arguments": {JSON}, "id": "{{{{ checked(call.id) }}}}"}}{COMMA}',
+                "]",
+            ),
+            macros=MISTRAL,
         ),
     ),
     "GigaChat 3": Family(
@@ -477,6 +501,55 @@ def test_calls_are_named_by_ids_where_the_template_shows_nothing_else() -> None:
     assert "? is the result of unknown<" in text
     shown = ChatTemplate(FAMILIES["Solar"].template, {}).prompt(messages, tools=TOOLS)
     assert "<|tool_call:begin|>x<" in shown
+
+
+def ollamas(calls: list[tuple[str, str]]) -> bytes:
+    made = [{"id": id, "function": {"name": name, "arguments": {}}} for id, name in calls]
+    results = [{"role": "tool", "tool_call_id": id, "content": name} for id, name in calls]
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": made}, *results]
+    return ChatBody.model_validate({"model": "m", "messages": messages}).history[0]
+
+
+def openais(calls: list[tuple[str, str]]) -> bytes:
+    made = [{"id": id, "function": {"name": name, "arguments": "{}"}} for id, name in calls]
+    results = [{"role": "tool", "tool_call_id": id, "content": name} for id, name in calls]
+    said = {"role": "assistant", "content": None, "tool_calls": made}
+    return turns(Message.model_validate(each) for each in [{"role": "user", "content": "x"}, said, *results])
+
+
+def responses(calls: list[tuple[str, str]]) -> bytes:
+    items = [CallItem(type="function_call", call_id=id, name=name, arguments="{}") for id, name in calls]
+    results = [CallOutputItem(type="function_call_output", call_id=id, output=name) for id, name in calls]
+    return turns(conversation([InputMessage(role="user", content="x"), *items, *results]))
+
+
+def anthropics(calls: list[tuple[str, str]]) -> bytes:
+    made = [{"type": "tool_use", "id": id, "name": name, "input": {}} for id, name in calls]
+    results = [{"type": "tool_result", "tool_use_id": id, "content": name} for id, name in calls]
+    sides = [("user", "x"), ("assistant", made), ("user", results)]
+    asked = {"messages": [{"role": role, "content": content} for role, content in sides]}
+    shown = agents_conversation(parse(json.dumps(asked).encode(), MessagesRequest).messages)
+    return json.dumps([message for message, _ in shown]).encode()
+
+
+@pytest.mark.parametrize("api", [ollamas, openais, responses, anthropics])
+def test_ids_are_short_where_the_template_takes_no_others(api: Callable[[list[tuple[str, str]]], bytes]) -> None:
+    """Each result keeps the id of its call. Ids that are short are as they were."""
+    ids = ["call_a1B2c3D4e", "toolu_a1B2c3D4e", "a1B2c3D4e", "é"]
+    calls = list(zip(ids, ["weather", "clock.now"] * 2, strict=True))
+    messages = json.loads(api(calls))
+    shape = ChatTemplate(FAMILIES["Mistral"].template, {})
+    text = shape.prompt(messages, tools=TOOLS)
+    ids = re.findall(r'"id": "(\w+)"', text)
+    assert len(set(ids)) == 4
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", id) for id in ids)
+    assert ids[2] == "a1B2c3D4e"
+    assert re.findall(r"<\|tool\|>(\S+) is the result of (\w+)<", text) == [
+        (name, id) for (_, name), id in zip(calls, ids, strict=True)
+    ]
+    assert shape.prompt(messages[:2], tools=TOOLS, add_generation_prompt=False) in text
+    shown = ChatTemplate(FAMILIES["Solar"].template, {}).prompt(messages, tools=TOOLS)
+    assert all(f"<|tool_call:begin|>{id}<" in shown for id, _ in calls)
 
 
 def test_calls_become_content_where_the_template_drops_them() -> None:

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import datetime
 import functools
+import hashlib
 import itertools
 import json
+import re
 import resource
 import sys
 from collections.abc import Mapping, Sequence
@@ -69,6 +71,8 @@ class TemplateStyle(NamedTuple):
     """It takes the reasoning of a message that consists of calls as ``thinking``."""
     named_ids: bool = False
     """It shows a call's id instead of the function's name, so that ids have to be ``functions.NAME:N`` (Kimi K2)."""
+    short_ids: bool = False
+    """It refuses ids of calls other than nine letters and digits (Mistral)."""
     calls_in_content: bool = False
     """It shows tools as LFM2's templates do and drops calls, so that they have to be part of the content."""
     whole_tools: bool = False
@@ -166,11 +170,14 @@ class ChatTemplate:
         found = self._probed()
         if found.no_content is None and not self._goes_on(found) and self._goes_on(found._replace(no_content="")):
             found = found._replace(no_content="")
+        short, other = (self._goes_on(found, id) for id in PROBE_IDS)
         whole = self._renders([_USER], PROBE_TOOL) and not self._renders([_USER], BARE_TOOL)
         sources = [self.source, *([] if self.tool_source is None else [self.tool_source])]
         names = {name.name for each in sources for name in _environment().parse(each).find_all(nodes.Name)}
         variables = [name for name in REASONING if name in names]
-        return found._replace(whole_tools=whole, variables=variables, opening=self._opening())
+        return found._replace(
+            short_ids=short and not other, whole_tools=whole, variables=variables, opening=self._opening()
+        )
 
     def _probed(self) -> TemplateStyle:
         _ = self._template, self._tool_template
@@ -215,6 +222,8 @@ class ChatTemplate:
         adapted = dict(message)
         if adapted["role"] == "developer" and not self.style.developer:
             adapted["role"] = "system"
+        if self.style.short_ids:
+            adapted = _with_short_id(adapted)
         calls = adapted.get("tool_calls")
         if calls and self.style.calls_in_content:
             adapted["content"] = (adapted.get("content") or "") + _in_python(calls)
@@ -290,10 +299,10 @@ class ChatTemplate:
             return False
         return True
 
-    def _goes_on(self, style: TemplateStyle) -> bool:
+    def _goes_on(self, style: TemplateStyle, id: str = "") -> bool:
         """Whether a message of calls in this style may stand before others: many templates read the last one's content
         in another way."""
-        id = PROBE_IDS[style.named_ids]
+        id = id or PROBE_IDS[style.named_ids]
         call = _probe(id, style.text_arguments)
         message = {"role": "assistant", "content": style.no_content, "tool_calls": [call]}
         result = {"role": "tool", "tool_call_id": id, "name": "look_up", "content": "x"}
@@ -365,6 +374,17 @@ def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         more = {"tool_calls": calls} if calls else {"tool_call_id": answered} if answered else {}
         adapted.append(message | more)
     return adapted
+
+
+def _with_short_id(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A message, or a call, whose ids that are too long are others of nine letters and digits."""
+    calls = part.get("tool_calls")
+    made: dict[str, Any] = {"tool_calls": [_with_short_id(call) for call in calls]} if calls else {}
+    for key in ("id", "tool_call_id"):
+        id = part.get(key)
+        if isinstance(id, str) and not re.fullmatch("[A-Za-z0-9]{9}", id):
+            made[key] = hashlib.sha256(id.encode(errors="surrogatepass")).hexdigest()[:9]
+    return {**part, **made}
 
 
 def _in_python(calls: Sequence[Mapping[str, Any]]) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
-import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -14,7 +12,6 @@ from pydantic_core import to_json
 
 from infer.contracts.params import MAX_STOP_CHARS, MAX_STOPS, SamplingParams, StructuredOutputs
 from infer_agents.response_tools import MAX_OFFERS
-from infer_server.calling import ID_LENGTH
 from infer_server.http.body import Body, Many, Text
 from infer_server.messages import Kept
 from infer_server.replies import ToolUse
@@ -405,11 +402,10 @@ def conversation(turns: tuple[Turn, ...]) -> Iterator[tuple[dict[str, Any], tupl
                     case ToolReferenceBlock():
                         texts.append(block.tool_name)
                     case ToolResultBlock():
-                        id = short_id(block.tool_use_id)
-                        results.append({"role": "tool", "tool_call_id": id, "content": block.shown()})
+                        results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.shown()})
                     case ToolUseBlock():
                         function = {"name": block.name, "arguments": block.input}
-                        calls.append({"id": short_id(block.id), "type": "function", "function": function})
+                        calls.append({"id": block.id, "type": "function", "function": function})
                     case ThinkingBlock():
                         thoughts.append(Thought(f"messages[{i}].content[{j}]", block.thinking, block.signature))
         if own and (texts or calls or thoughts):
@@ -419,10 +415,3 @@ def conversation(turns: tuple[Turn, ...]) -> Iterator[tuple[dict[str, Any], tupl
             yield from ((result, ()) for result in results)
             if texts or not results:
                 yield {"role": "user", "content": BETWEEN.join(texts)}, ()
-
-
-def short_id(id: str) -> str:
-    """A call's id as templates take it: some accept only so many letters and digits."""
-    own = id.removeprefix(ID_PREFIX)
-    fits = re.fullmatch(rf"[A-Za-z0-9]{{{ID_LENGTH}}}", own)
-    return own if fits else hashlib.sha256(id.encode(errors="surrogatepass")).hexdigest()[:ID_LENGTH]
