@@ -160,8 +160,7 @@ def _call(reader: Reader, names: Collection[str], keyed: bool) -> Steps[str]:
         reader.take(header.end())
         yield Piece("call", name)
         yield from arguments(reader)
-        yield from value(reader, Extent(rest=True))
-        reader.take(1)
+        yield from _ended(reader)
         return ""
     text, _ = yield from value(reader, Extent())
     call = _read(text, names, keyed)
@@ -170,6 +169,19 @@ def _call(reader: Reader, names: Collection[str], keyed: bool) -> Steps[str]:
     yield Piece("call", call[0])
     yield Piece("arguments", call[1])
     return ""
+
+
+def _ended(reader: Reader) -> Steps[None]:
+    """Take what follows a call's arguments in its object. Models forget the closing bracket, and the next call must not
+    be taken for a part of this one."""
+    yield from spaces(reader)
+    if (yield from comes(reader, ",")):
+        reader.take(1)
+        yield from spaces(reader)
+        if (yield from comes(reader, '"')):
+            yield from value(reader, Extent(rest=True))
+    if (yield from comes(reader, "}")):
+        reader.take(1)
 
 
 def _may_be_call(held: str, keys: Collection[str]) -> bool:
