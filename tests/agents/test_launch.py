@@ -8,15 +8,13 @@ import re
 import shlex
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
+from tests.server.test_fetching import answering
 from tests.serving import serving
 
 from infer.commands.cli import main
@@ -186,42 +184,18 @@ def test_a_wrong_key_is_said(launch: Launch, server: Serving) -> None:
     assert done.code == 2
 
 
-@contextmanager
-def answering(status: int, location: str = "") -> Iterator[tuple[str, list[str]]]:
-    """The address of a server that answers every GET so, and the paths and keys that it gets."""
-    got: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            got.append(f"{self.path} {self.headers['Authorization']}")
-            self.send_response(status)
-            if location:
-                self.send_header("Location", location)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as made:
-        thread = threading.Thread(target=made.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{made.server_port}", got
-        finally:
-            made.shutdown()
-            thread.join()
-
-
 def test_a_redirect_does_not_get_the_key(launch: Launch) -> None:
-    with answering(404) as (other, got), answering(302, f"{other}/v1/models") as (url, _):
+    with answering("404 Not Found") as (other, got), answering(f"302 Found\r\nLocation: {other}/v1/models") as (url, _):
         done = launch("codex", "--url", url)
     assert got == []
     assert f"redirects /v1/models to {other}/v1/models" in " ".join(done.stderr.split())
     assert done.code == 2
 
 
-def test_a_loopback_address_is_asked_without_a_proxy(launch: Launch, server: Serving) -> None:
-    with answering(404) as (proxy, got):
-        done = launch("codex", "--url", server.url, "--print", http_proxy=proxy, no_proxy="")
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_no_proxy_gets_the_key(host: str, launch: Launch, server: Serving) -> None:
+    url = server.url.replace("127.0.0.1", host)
+    with answering("404 Not Found") as (proxy, got):
+        done = launch("codex", "--url", url, "--print", http_proxy=proxy, no_proxy="")
     assert got == []
     assert done.code == 0, done.stderr

@@ -23,7 +23,7 @@ from infer.commands.cli import main
 from infer.errors import InferError
 from infer.plugins.discovery import Plugins
 from infer_router import cached
-from infer_router.command import NoServerError
+from infer_server.http.fetching import NoServerError
 from infer_testing import tiny_checkpoint
 
 A, B = "a" * 40, "b" * 40

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import shlex
 import shutil
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from infer.contracts.command import CommandContext, CommandRegistration
+from infer.contracts.sections import ServerSettings
 from infer.errors import InferError
 
-WAIT_S = 10.0
 OPENCODE_MOST = 32_000
 """The most tokens of an answer that opencode asks for."""
 NO_KEY = "none"
@@ -106,11 +102,11 @@ def _add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace, context: CommandContext) -> int:
+    from infer_server.http.fetching import address  # imported here, so that other commands need not wait for it
+
     own = context.settings.server
-    host = "127.0.0.1" if own.host in ("0.0.0.0", "::", "") else own.host
-    url = (args.url or f"http://{f'[{host}]' if ':' in host else host}:{own.port}").rstrip("/").removesuffix("/v1")
-    key = own.api_keys[0].get_secret_value() if own.api_keys else None
-    start = AGENTS[args.agent](_found(url, args.name, key))
+    url = (args.url or address(own)).rstrip("/").removesuffix("/v1")
+    start = AGENTS[args.agent](_found(url, args.name, own))
     words = [args.agent, *start.arguments, *args.passed_on]
     if not args.print:
         if shutil.which(args.agent) is None:
@@ -122,68 +118,20 @@ def _run(args: argparse.Namespace, context: CommandContext) -> int:
     return 0
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Has a redirect fail with its status, since whoever it leads to would get the key."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-def _answer(url: str, key: str | None) -> bytes:
-    """What GET ``url`` answers. Raises OSError, ValueError for an invalid address, and HTTPException for an answer
-    that is not HTTP."""
-    from infer_server.http.access import loopback  # imported here, so that other commands need not wait for it
-
-    host = urllib.parse.urlsplit(url).hostname
-    if not host:
-        raise ValueError("it names no host")
-    handlers: list[urllib.request.BaseHandler] = [_NoRedirects()]
-    if loopback(host):
-        handlers.append(urllib.request.ProxyHandler({}))  # a proxy's own loopback addresses are another machine's
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
-    try:
-        with urllib.request.build_opener(*handlers).open(request, timeout=WAIT_S) as response:
-            answer: bytes = response.read()
-            return answer
-    except http.client.InvalidURL as error:
-        raise ValueError(error) from None
-
-
-def _found(url: str, name: str | None, key: str | None) -> Server:
+def _found(url: str, name: str | None, own: ServerSettings) -> Server:
     """The server and its model. Raises InferError."""
-    invalid = InferError(f"--url {url!r} is no address such as http://127.0.0.1:8000.")
-    if not url.startswith(("http://", "https://")):
-        raise invalid
+    from infer_server.http.fetching import served_models
+
     try:
-        answer = _answer(f"{url}/v1/models", key)
-    except urllib.error.HTTPError as error:
-        if location := error.headers["Location"]:
-            raise InferError(
-                f"The server at {url} redirects /v1/models to {location}, and redirects are not followed, so that no "
-                "other host gets the key; give the address of the server itself as --url."
-            ) from None
-        hint = "; set server.api_keys to one of its keys" if error.code == 401 else ""
-        raise InferError(f"The server at {url} answers {error.code} to /v1/models{hint}.") from None
-    except OSError as error:
-        raise InferError(
-            f"No server answers at {url} ({getattr(error, 'reason', error)}): start one with infer serve, or give its "
-            "--url."
-        ) from None
+        models = {model["id"]: model for model in served_models(url, own, "--url")}
     except ValueError:
-        raise invalid from None
-    except http.client.HTTPException as error:
-        raise InferError(f"What answers at {url} is no server of infer: {error!r}.") from None
-    try:
-        models: dict[str, Any] = {model["id"]: model for model in json.loads(answer)["data"]}
-    except (ValueError, KeyError, TypeError):
-        raise InferError(f"What answers at {url} is no server of infer: its /v1/models lists no models.") from None
+        raise InferError(f"--url {url!r} is no address such as http://127.0.0.1:8000.") from None
     if not models or (name is not None and name not in models):
         raise InferError(f"--name {name!r} is not served at {url}; there is {', '.join(models) or 'nothing'}.")
     model = models[name or next(iter(models))]
-    try:
-        return Server(url, model["id"], int(model["max_model_len"]), key)
-    except (ValueError, KeyError, TypeError):
-        raise InferError(f"What answers at {url} is no server of infer: it does not tell max_model_len.") from None
+    if (context := model.get("max_model_len")) is None:
+        raise InferError(f"What answers at {url} is no server of infer: it does not tell max_model_len.")
+    return Server(url, model["id"], context, own.api_keys[0].get_secret_value() if own.api_keys else None)
 
 
 COMMAND = CommandRegistration(

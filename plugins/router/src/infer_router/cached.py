@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from infer.contracts.command import CommandContext
 from infer.errors import CheckpointError, InferError, SettingsError, in_short, one_line
-from infer_router.command import NoServerError, columns, served
+from infer_router.command import columns, served
 from infer_router.sizes import PROCESS_BYTES, free, told
+from infer_server.http.fetching import NoServerError
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedFileInfo, CachedRepoInfo, DeleteCacheStrategy, HFCacheInfo

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from typing import Any
 
 from infer.contracts.command import CommandContext
 from infer.errors import InferError
-
-TIMEOUT_S = 10.0
-
-
-class NoServerError(InferError):
-    """No server answers."""
+from infer_server.http.fetching import ServedModel, address, served_models
 
 
 def models(args: argparse.Namespace, context: CommandContext) -> int:
@@ -48,24 +40,12 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def served(context: CommandContext) -> tuple[str, list[dict[str, Any]]]:
-    """The URL that lists the models of the server at ``server.host`` and ``server.port``, and what it says of each.
-    Raises NoServerError, or InferError if what answers does not say."""
+def served(context: CommandContext) -> tuple[str, list[ServedModel]]:
+    """The URL of the server at ``server.host`` and ``server.port``, and what it says of each of its models. Raises
+    NoServerError, or InferError if what answers does not say."""
     server = context.settings.server
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(server.host, server.host)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}/v1/models"
-    request = urllib.request.Request(url)
-    if server.api_keys:
-        request.add_header("Authorization", f"Bearer {server.api_keys[0].get_secret_value()}")
+    url = address(server)
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            found: list[dict[str, Any]] = json.load(response)["data"]
-            return url, found
-    except urllib.error.HTTPError as error:
-        raise InferError(
-            f"The server at {url} answers {error.code}; if it has keys, set server.api_keys to one of them."
-        ) from None
-    except (OSError, ValueError, KeyError) as error:
-        raise NoServerError(
-            f"No server of models answers at {url} ({error}); start infer serve, or set server.host and server.port."
-        ) from None
+        return url, served_models(url, server, "server.host and server.port")
+    except ValueError:
+        raise InferError(f"server.host = {server.host!r} is no host's name or address; set it to one.") from None
