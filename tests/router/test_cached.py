@@ -19,6 +19,7 @@ from tests.formats.gguf.files import write_gguf
 from tests.hub import Hub, serving
 from tests.models.checkpoints import write_checkpoint
 
+from infer.assemble import identity
 from infer.commands.cli import main
 from infer.errors import InferError
 from infer.plugins.discovery import Plugins
@@ -283,6 +284,21 @@ def test_to_look_is_no_use(cache: Path, checkpoints: Path, said: Said) -> None:
     for _ in range(2):
         assert listed(said)["org/plain"]["last_used"] == LONG_AGO
     assert {blob.stat().st_mtime for blob in (place / "blobs").iterdir()} == {LONG_AGO + 1}
+
+
+def test_to_look_leaves_packed_weights_as_good(
+    cache: Path, checkpoints: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They know their checkpoint by the dates of its files of weights, too."""
+    monkeypatch.setattr(identity, "_samples", lambda path, number: ())  # which would be a read before
+    single = {"m-Q4_0.gguf": read(checkpoints / "org/single")["m-Q4_0.gguf"]}
+    plain = lay(cache, "org/plain", {A: read(checkpoints / "org/plain")}) / "snapshots" / A
+    file = lay(cache, "org/single", {A: single}) / "snapshots" / A / "m-Q4_0.gguf"
+    for blob in cache.glob("*/blobs/*"):
+        os.utime(blob, (LONG_AGO, LONG_AGO))
+    before = identity.stamp(plain), identity.stamp(file)
+    assert listed(said).keys() == {"org/plain", "org/single/m-Q4_0.gguf"}
+    assert (identity.stamp(plain), identity.stamp(file)) == before
 
 
 def test_an_empty_cache(cache: Path, said: Said) -> None:

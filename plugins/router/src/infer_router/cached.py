@@ -40,7 +40,8 @@ class Cached:
     size_bytes: int
     """Of all its files, at all revisions that are there."""
     last_used: float | None
-    """When one of its files was last read, as far as the system notes that, in seconds since 1970."""
+    """When one of its files was last read, as far as the system notes that, in seconds since 1970. Of a repository, its
+    weights are left out; of a file that is a model by itself, to list it counts."""
     revision: str | None
     """What ``model.revision`` has to be; None for main."""
     path: str
@@ -104,12 +105,14 @@ class Cache:
         revision = None if MAIN in newest.refs else min(newest.refs, default=newest.commit_hash)
         name = repo.repo_id if file is None else f"{repo.repo_id}/{file}"
         place = newest.snapshot_path / (file or "")
-        with untouched(files):
+        # To set a date of weights back is to change another one, by which packed weights tell that they are the same.
+        small = [each for each in files if file is None and each.file_path.suffix != ".safetensors"]
+        with untouched(small):
             problem = self._problem(place)
         return Cached(
             name,
             sum({each.blob_path: each.size_on_disk for each in files}.values()),
-            max((each.blob_last_accessed for each in files), default=None),
+            max((each.blob_last_accessed for each in small or files), default=None),
             revision,
             str(place),
             problem and problem.replace(str(place), name),
