@@ -19,6 +19,7 @@ from tests.router.test_loader import until
 
 from infer.contracts.sections import ServerSettings
 from infer.errors import EngineDeadError, InferError
+from infer_router import serve
 from infer_router.exchange import MOST_LOST
 from infer_router.gateway import Gateway
 from infer_router.ingress import STATE
@@ -27,6 +28,7 @@ from infer_router.serve import gateway
 from infer_router.settings import RouterSettings
 from infer_router.sizes import PROCESS_BYTES
 from infer_server.http.sockets import bind, listen
+from infer_server.http.wire import SHUTTING_DOWN
 
 LIMIT_S = 60.0
 KEY = "the key of the processes"
@@ -100,9 +102,27 @@ class Machine:
         self.rooms.append(room)
 
 
+class Local(Machine):
+    """In the place of ``LocalMachine``."""
+
+    memory = 8
+
+    async def __aenter__(self) -> Local:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for each in self.servers:
+            await each.die(0)
+
+    async def free(self) -> int:
+        return self.memory
+
+
 class Front:
-    def __init__(self, made: Gateway, url: str, owning: asyncio.Task[None], machine: Machine, session: Any) -> None:
-        self.made, self.url, self.owning, self.machine, self._session = made, url, owning, machine, session
+    def __init__(self, url: str, machine: Machine, session: aiohttp.ClientSession) -> None:
+        self.url, self.machine, self._session = url, machine, session
+        self.made: Gateway
+        self.owning: asyncio.Task[None]
 
     async def ask(self, method: str, path: str, **how: Any) -> tuple[int, Any, Any]:
         """Status, JSON or text, and headers."""
@@ -128,21 +148,43 @@ async def front(
     **router: Any,
 ) -> AsyncIterator[Front]:
     """``names`` has the model of each name and alias."""
-    models = dict.fromkeys(names.values())
-    settings = RouterSettings(**router)
-    keep = math.inf if settings.keep_alive_s < 0 else settings.keep_alive_s
-    plan = Plan(
-        {name: {} for name in models}, dict.fromkeys(models, keep), frozenset(), names, KEY, settings, console=console
-    )
     machine, about = Machine(), ServerSettings(access_log=False, **(server or {}))
+    plan = planned(names, console, **router)
     async with asyncio.timeout(LIMIT_S), aiohttp.ClientSession() as session:
         async with gateway(plan, about, machine, memory, bind("127.0.0.1", 0)) as (made, url, owning):
-            yield Front(made, url, owning, machine, session)
+            f = Front(url, machine, session)
+            f.made, f.owning = made, owning
+            yield f
         for each in machine.servers:
             await each.die(0)
 
 
+def planned(names: Mapping[str, str], console: bool = False, **router: Any) -> Plan:
+    models = dict.fromkeys(names.values())
+    settings = RouterSettings(**router)
+    keep = math.inf if settings.keep_alive_s < 0 else settings.keep_alive_s
+    engines: dict[str, Mapping[str, Any]] = {name: {} for name in models}
+    return Plan(engines, dict.fromkeys(models, keep), frozenset(), names, KEY, settings, console=console)
+
+
 THREE = {"a": "a", "b": "b", "org/c:8b": "org/c:8b", "opus": "a"}
+
+
+@asynccontextmanager
+async def stopping(
+    monkeypatch: pytest.MonkeyPatch, drain_timeout_s: float
+) -> AsyncIterator[tuple[Front, asyncio.Event]]:
+    """A server from its start to its end, and what has it stop."""
+    machine, stop = Local(), asyncio.Event()
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(serve, "LocalMachine", lambda engines: machine)
+    monkeypatch.setattr(serve, "log_to_stderr", lambda: None)
+    monkeypatch.setattr(serve, "announce", lambda line: url.set_result(line.split()[-1]))
+    about = ServerSettings(port=0, access_log=False, drain_timeout_s=drain_timeout_s)
+    async with asyncio.timeout(LIMIT_S), aiohttp.ClientSession() as session:
+        serving = asyncio.create_task(serve._serve(planned(THREE), about, stop))
+        yield Front(await url, machine, session), stop
+        await serving
 
 
 @pytest.mark.parametrize("name", ["a", "a:latest", "opus", "opus:latest"])
@@ -417,3 +459,33 @@ async def test_what_is_shown_and_pulled_wakes_nobody() -> None:
         assert not f.machine.loads
         await f.post("/v1/completions", {"model": "a", "prompt": "x"})
         assert (await f.post("/api/show", {"model": "a"}))[1] == {"by": "a"}
+
+
+async def test_a_server_that_stops_refuses_new_requests_and_answers_those_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with stopping(monkeypatch, drain_timeout_s=LIMIT_S) as (f, stop):
+        f.machine.gate.clear()
+        kept = asyncio.create_task(f.post("/v1/completions", {"model": "a", "prompt": "x"}))
+        await until(lambda: f.machine.asked)
+        stop.set()
+        while (await f.ask("GET", "/ready"))[0] == 200:
+            pass
+        for path in ("/v1/completions", "/v1/messages", "/api/chat"):
+            for model in "ab":
+                status, said, headers = await f.post(path, {"model": model, "prompt": "x", "messages": [{}]})
+                assert (status, headers["Retry-After"]) == (503, "1")
+                assert SHUTTING_DOWN in json.dumps(said["error"])
+        f.machine.gate.set()
+        assert (await kept)[1] == {"by": "a"}
+        assert len(f.machine.asked) == len(f.machine.loads) == 1
+
+
+async def test_of_prompts_that_have_one_process_to_go_to_nothing_is_remembered() -> None:
+    async with front(THREE) as f:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            text = "long " * 1000
+            messages = [{"role": "user", "content": text}]
+            assert (await f.post(path, {"model": "a", "prompt": text, "messages": messages}))[0] == 200
+        assert not any("baggage" in headers for *_, headers, _ in f.machine.asked)
+        assert not any(each.fleet.router.blocks for each in f.made._ingresses.values())

@@ -26,6 +26,7 @@ from infer_router.ingress import SAMPLING, Ingress, application, merge_metrics
 from infer_router.loader import Loader
 from infer_router.outline import Outgoing, Outline, outgoing, outline_of
 from infer_router.plan import Plan
+from infer_server.http.access import Inside
 from infer_server.http.bodies import arrived, unpacked
 from infer_server.http.body import Body
 from infer_server.http.errors import NotFoundError, expected
@@ -47,7 +48,8 @@ INFLATED = frozenset({"content-encoding"})
 
 
 class Asked(Outline):
-    """What a server of several models reads of a body."""
+    """What a server of several models reads of a body. It has no ``chain``: a model has one process, so that there is
+    nothing to choose, and no prompt to remember."""
 
     model: str | None = None
     keep_alive: float | str | None = None
@@ -82,10 +84,9 @@ class Gateway:
             each.reader.expect(Asked)
         self._starts = dict.fromkeys(plan.engines, 0)
         self._since = datetime.now(UTC)
-        self.open = 0
-        """How many requests are being answered."""
+        self._inside = Inside()
         self.closing = False
-        """Whether connections end with the answer that is under way on them."""
+        """Whether connections end with the answer that is under way on them, and new requests are refused."""
 
     def changed(self, name: str, url: str | None) -> None:
         """A model's process can be asked there, or no more."""
@@ -100,8 +101,14 @@ class Gateway:
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.gather(*(each.__aexit__(*exc) for each in self._ingresses.values()))
 
+    async def drain(self) -> None:
+        """Take no more requests, and wait until those that are here have been answered."""
+        self.closing = True
+        await self._inside.leave()
+
     def app(self) -> web.Application:
         app, opened = application(self._server, self._end_connection, self.keys)
+        app.middlewares.append(self._inside.middleware)
         for path, handler, free in (
             ("/health", self._health, True),
             ("/ready", self._ready, True),
@@ -257,18 +264,14 @@ class Gateway:
     async def _handle(self, http: web.Request) -> web.StreamResponse:
         if not http.rel_url.raw_path.startswith("/"):
             raise web.HTTPNotFound
-        self.open += 1
-        try:
-            with self._budget.body() as grow:
-                body = None
-                if http.can_read_body:
-                    body = await self._body(http, self._server.max_body_bytes, grow)
-                if http.method != "POST" or not body:
-                    return await self._passed(http, body)
-                asked = await self._reader(body, Asked)
-                return await self._asked(http, body, asked)
-        finally:
-            self.open -= 1
+        with self._budget.body() as grow:
+            body = None
+            if http.can_read_body:
+                body = await self._body(http, self._server.max_body_bytes, grow)
+            if http.method != "POST" or not body:
+                return await self._passed(http, body)
+            asked = await self._reader(body, Asked)
+            return await self._asked(http, body, asked)
 
     async def _body(self, http: web.Request, most: int, grow: Callable[[int], None]) -> bytes:
         body = await arrived(http, most, grow, self._server.body_timeout_s)

@@ -28,16 +28,16 @@ class Outline(Body):
     @model_validator(mode="before")
     @classmethod
     def _outlined(cls, data: Any) -> Any:
-        return outline_of(data)
+        salt = data.get("cache_salt")
+        return outline_of(data) | {"chain": chain(prompt_bytes(data), salt if isinstance(salt, str) else "")}
 
 
 def outline_of(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an ``Outline``, of a body's."""
-    salt, user = data.get("cache_salt"), data.get("safety_identifier") or data.get("user")
+    """The fields of an ``Outline``, of a body's, but for the ``chain``: only who chooses among replicas needs that."""
+    user = data.get("safety_identifier") or data.get("user")
     return {
         "stream": data.get("stream") is True,
         "seeded": data.get("seed") is not None,
-        "chain": chain(prompt_bytes(data), salt if isinstance(salt, str) else ""),
         "user": user[:MOST_USER] if isinstance(user, str) else None,
     }
 

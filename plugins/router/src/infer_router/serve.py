@@ -7,7 +7,6 @@ import logging
 import math
 import signal
 import socket
-import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -27,8 +26,6 @@ from infer_server.http.sockets import bind, listen
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-DRAIN_S = 0.05
-"""How often it is seen whether requests are left."""
 
 
 def run(context: CommandContext, words: Sequence[str]) -> int:
@@ -77,10 +74,13 @@ async def _serve(plan: Plan, server: ServerSettings, stop: asyncio.Event) -> Non
                 await asyncio.wait((owning, stopping), return_when=asyncio.FIRST_COMPLETED)
             finally:
                 stopping.cancel()
-            made.closing = True
-            deadline = time.monotonic() + server.drain_timeout_s
-            while made.open and time.monotonic() < deadline and not owning.done():
-                await asyncio.sleep(DRAIN_S)
+            draining = asyncio.create_task(made.drain())
+            try:
+                await asyncio.wait(
+                    (owning, draining), timeout=server.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
+                )
+            finally:
+                draining.cancel()
 
 
 @asynccontextmanager
