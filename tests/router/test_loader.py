@@ -334,6 +334,22 @@ async def test_a_busy_model_leaves_after_its_requests_and_who_comes_meanwhile_wa
     assert machine.loads == {"a": 2, "b": 1}
 
 
+async def test_a_busy_model_stays_if_who_wanted_its_room_has_left() -> None:
+    machine = Machine(a=6, b=6)
+    async with loading(machine) as loader:
+        held = await holding(loader, "a")
+        waiting = asyncio.create_task(used(loader, "b"))
+        await until(lambda: about(loader, "b")["waiting"])
+        late = asyncio.create_task(used(loader, "a"))
+        await until(lambda: about(loader, "a")["waiting"])
+        waiting.cancel()
+        await late
+        await used(loader, "a")
+        await held.end()
+        await used(loader, "a")
+    assert machine.loads == {"a": 1}
+
+
 async def test_a_busy_model_that_is_let_go_leaves_after_its_requests() -> None:
     machine = Machine(a=6)
     async with loading(machine) as loader:

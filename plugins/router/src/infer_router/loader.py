@@ -63,6 +63,8 @@ class _Model:
     open: int = 0
     leaving: bool = False
     """Whether it is to be unloaded once its open requests have ended. Later ones wait."""
+    evicted: bool = False
+    """Whether it is so because a model that is waited for needs its room: it stays if who waits leaves before."""
     silent: bool = False
     """Whether its process is killed because it does not answer."""
     used: float = 0.0
@@ -76,6 +78,11 @@ class _Model:
     @property
     def nbytes(self) -> int:
         return 0 if self.about is None else int(self.about["bytes"])
+
+    @property
+    def serves(self) -> bool:
+        """Whether it takes requests."""
+        return self.state == "loaded" and not self.leaving and not self.evicted
 
     @property
     def since(self) -> float:
@@ -140,7 +147,7 @@ class Loader:
 
     def latest(self) -> str | None:
         """The loaded model that was used last."""
-        there = [each for each in self._models.values() if each.state == "loaded" and not each.leaving]
+        there = [each for each in self._models.values() if each.serves]
         return max(there, key=lambda each: (each.open > 0, each.used)).name if there else None
 
     # The task that owns everything
@@ -196,7 +203,7 @@ class Loader:
 
     def _wanted(self, want: _Want) -> None:
         model = self._models[want.name]
-        if model.state == "loaded" and not model.leaving:
+        if model.serves:
             self._grant(model, want)
             return
         waiting = sum(len(each.waiting) for each in self._models.values())
@@ -230,6 +237,12 @@ class Loader:
                 model.used = time.monotonic()
                 model.expires = model.used + model.keep_alive_s
 
+    def _admit(self, model: _Model) -> None:
+        """Grant it to all who wait for it."""
+        for want in model.waiting:
+            self._grant(model, want)
+        model.waiting.clear()
+
     def _kept(self, name: str, keep_alive_s: float) -> None:
         model = self._models[name]
         if model.state not in ("loading", "loaded") or name in self._rules.pinned:
@@ -258,9 +271,7 @@ class Loader:
         model.expires = model.loaded_at + model.keep_alive_s
         self._begin(partial(self._watch, model, result), partial(self._ended, model))
         self._changed(model.name, result.url)
-        for want in model.waiting:
-            self._grant(model, want)
-        model.waiting.clear()
+        self._admit(model)
 
     def _ended(self, model: _Model, result: int | Exception) -> None:
         if isinstance(result, Exception):
@@ -328,6 +339,7 @@ class Loader:
     def _advance(self) -> None:
         now, pinned = time.monotonic(), self._rules.pinned
         for each in self._models.values():
+            each.evicted = False
             if each.state == "loaded" and not each.open:
                 each.leaving = each.leaving or (each.expires <= now and each.name not in pinned)
                 if each.leaving:
@@ -344,6 +356,9 @@ class Loader:
                 continue
             elif not self._placed(each):
                 break
+        for each in self._models.values():
+            if each.serves:
+                self._admit(each)  # who has waited until nobody needed its room any more
         if not any(each.asking for each in self._models.values()):  # one at a time of those that nobody waits for
             for each in self._models.values():
                 if each.about is None and each.state == "unloaded":
@@ -401,13 +416,13 @@ class Loader:
             return True
         for name in placement.evicted:
             victim = self._models[name]
-            victim.leaving = True
+            victim.evicted = True
             if not victim.open:
                 self._unload(victim)
         if placement.answer == "full":
             return True
         # The open requests of one that is to leave may go on for long.
-        if not any(each.state == "loaded" and each.leaving for each in self._models.values()):
+        if not any(each.state == "loaded" and not each.serves for each in self._models.values()):
             self._machine.expect(model.name)
         return False
 
