@@ -44,9 +44,10 @@ LOOK = ollama.Tool.model_validate(LOOK).model_dump(exclude_none=True)  # the cli
 MODEL = "demo"
 
 
-def puppet(folder: Path) -> Body:
-    """The section ``model`` of a server whose model says what it is told, and reasons if asked to."""
-    retokened(folder, "</think>")
+def puppet(folder: Path, *tokens: str) -> Body:
+    """The section ``model`` of a server whose model says what it is told, and reasons if asked to. Its tokenizer has
+    these ``tokens``, too."""
+    retokened(folder, "</think>", *tokens)
     (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
     (folder / "template.jinja").write_text(TEMPLATE)
     section = {"path": str(folder), "chat_template": str(folder / "template.jinja"), "family": "puppet"}
@@ -369,6 +370,24 @@ async def test_a_stream_that_fails_ends_with_an_error(server: Running, monkeypat
     with pytest.raises(ollama.ResponseError, match="tired"):
         async for _ in await client(server).chat(MODEL, [USER], stream=True):
             pass
+
+
+async def test_line_breaks_in_an_answer_do_not_divide_a_line(tmp_path: Path) -> None:
+    """The client divides a stream as ``str.splitlines`` does."""
+    breaks = ("\x85", "\u2028", "\u2029")
+    text = "a".join(breaks)
+    sections = {"model": puppet(tmp_path, *breaks), "engine": {"max_seq_len": 1024}}
+    async with running([Puppets()], server={"aliases": [MODEL]}, **sections) as server:
+        await told(server, text)
+        parts = [part async for part in await client(server).chat(MODEL, [USER], stream=True, logprobs=True)]
+        assert "".join(part.message.content or "" for part in parts) == text
+        assert {entry.token for part in parts for entry in part.logprobs or ()} >= {"a", *breaks}
+        for path in ("/v1/chat/completions", "/v1/responses"):
+            asked = {"messages": [USER]} if path.endswith("completions") else {"input": "hi"}
+            async with server.session.post(server.url + path, json=asked | {"stream": True}) as response:
+                said = await response.text()
+            assert len(said.splitlines()) == len(said.split("\n")) - 1
+            assert "\\u2028" in said
 
 
 async def test_a_stream_that_waits_stays_json(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,17 @@ def test_answers_that_are_divided_otherwise_are_cut_where_the_client_is(told: li
     assert ids == {f"cmpl-{FIRST}"}
 
 
+def test_an_event_that_is_cut_stays_one_line() -> None:
+    """To clients for which a line ends as ``str.splitlines`` has it."""
+    account = ClientStream()
+    account.begin(FIRST)
+    account.relay(events(FIRST, ["ab"]))
+    account.begin(SECOND)
+    rest = account.relay(events(SECOND, ["abc\x85\u2028\u2029"]))
+    assert heard(rest)[0] == "c\x85\u2028\u2029"
+    assert len(rest.decode().splitlines()) == 2
+
+
 def test_another_text_is_noticed_within_an_event() -> None:
     account = ClientStream()
     account.begin(FIRST)

@@ -9,6 +9,7 @@ client sees those of the first stream throughout."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -143,7 +144,7 @@ class ClientStream:
             self._events += 1
             if cut:
                 head, _, _ = raw.partition(b"data: ")
-                raw = head + b"data: " + to_json(frame, inf_nan_mode="constants") + b"\n\n"
+                raw = head + b"data: " + json.dumps(frame).encode() + b"\n\n"
             yield CREATED.sub(self._created, raw, count=1) if self._created else raw
 
     def _cut(self, places: list[Place]) -> bool | None:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from infer.contracts.request import TokenLogprobs
 from infer.text.detokenizer import BYTE_OF, FALLBACK_BYTE
+from infer_server.http.streams import one_line
 
 LOWEST = -9999.0
 """The log-probability reported for impossible tokens, as by OpenAI, because JSON has no infinity."""
@@ -35,7 +36,7 @@ class Tokens:
 
     def _quoted(self, token_id: int) -> str:
         """``text`` as JSON."""
-        return json.dumps(self.text(token_id), ensure_ascii=False)
+        return one_line(json.dumps(self.text(token_id), ensure_ascii=False))
 
     def bytes(self, token_id: int) -> list[int]:
         """The exact bytes that the token stands for."""

@@ -22,8 +22,18 @@ PIECE_BYTES = 1 << 18
 """Longer answers are sent in pieces of about this size, so that other streams can continue in between."""
 MARK = secrets.token_hex(16)
 """A placeholder for an array in the JSON around it. It is random, so that no client can send it."""
+BREAKS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+"""The line breaks of ``str.splitlines`` that JSON's strings may contain, and their escapes. Clients that read streams
+line by line with httpx would divide an event there."""
 Item = TypeVar("Item")
 Made = TypeVar("Made")
+
+
+def one_line(written: str) -> str:
+    """JSON with ``BREAKS`` escaped."""
+    for character, escape in BREAKS.items():
+        written = written.replace(character, escape)
+    return written
 
 
 class Turn:
@@ -60,7 +70,7 @@ class Array:
         """An array of plain values. If they are many, call it in a thread: it lets other threads run between two
         pieces."""
         runs = (values[at : at + RUN] for at in range(0, len(values), RUN))
-        return cls([json.dumps(run, ensure_ascii=False)[1:-1].encode() for run in runs])
+        return cls([one_line(json.dumps(run, ensure_ascii=False))[1:-1].encode() for run in runs])
 
 
 class Writer:
@@ -91,7 +101,7 @@ class Writer:
     def pieces(self, value: object) -> list[bytes]:
         """The JSON of a value, in pieces to be sent one after the other."""
         try:
-            head, *tails = self._encode(value).split(f'"{MARK}"')
+            head, *tails = one_line(self._encode(value)).split(f'"{MARK}"')
             pieces = [head.encode()]
             for array, tail in zip(self._arrays, tails, strict=True):
                 pieces += [*array.pieces, tail.encode()]
