@@ -305,6 +305,15 @@ def test_little_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (place.num_cached, attempts) == (56, 7)
 
 
+def test_a_state_comes_after_a_block_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node would not stay in the trie without one, and its state would be read again."""
+    monkeypatch.setattr("infer_cache_paged.tiered.AHEAD", 1)
+    tier, case = Memory(), CASES["only windows"] | {"states": STATES}
+    served(tier, range(60), **case)
+    assert allocate(restarted(tier, **case), range(60)).num_cached == 44
+    assert len(tier.reads) == len({*tier.reads}) == 3
+
+
 def test_what_nobody_fetches_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer_cache_paged.tiered.AHEAD", 1)
     tier, threads = Memory(), Patient()

@@ -175,8 +175,9 @@ class TieredPool(PagedPool):
         ):
             return {}
         all_parts = chain(self._reads(depth), ((i, k) for k in always for i in range(depth)))
-        # A node without the block of a group that has no window would be taken to have it, so that one comes first.
-        order = sorted(all_parts, key=lambda part: (part[0], part[1] in pages.windowed, part[1]))
+        # A node without the block of a group that has no window would be taken to have it, so that one comes first. A
+        # node without any block would not stay, so the state comes last.
+        order = sorted(all_parts, key=lambda part: (part[0], part[1] not in always, part[1]))
         return {(i, x): full for i, x in order if (full := there[i][x])}
 
     def _reads(self, depth: int) -> list[Part]:
