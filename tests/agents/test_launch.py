@@ -106,6 +106,7 @@ def test_codex_is_told_by_its_command_line(server: Serving, launch: Launch) -> N
     assert (told["model"], told["model_context_window"], told["model_provider"]) == ("demo", 512, "infer")
     provider = told["model_providers"]["infer"]
     assert (provider["base_url"], provider["wire_api"]) == (f"{server.url}/v1", "responses")
+    assert provider["stream_idle_timeout_ms"] > 300_000, "what Codex waits of itself"
     assert done.environment[provider["env_key"]] == KEY
 
 

@@ -420,6 +420,17 @@ async def test_a_stream_pings_while_its_prompt_is_computed(tmp_path: Path, monke
         await until(lambda: not server.engine_loop.num_open)
 
 
+async def test_a_stream_pings_while_its_reasoning_is_hidden(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "SILENCE_S", 0.0)
+    form = {"thinking": {"type": "adaptive", "display": "omitted"}}
+    await told(server, f"{'hm ' * 30}</think>Hello{END}", **form)
+    async with server.session.post(server.url + PATH, json=ASKED | form | {"stream": True}) as response:
+        kinds = re.findall(r"^event: (\w+)$", await response.text(), re.MULTILINE)
+    begin, end = kinds.index("content_block_start"), kinds.index("content_block_stop")
+    assert set(kinds[begin + 1 : end]) == {"ping", "content_block_delta"}
+    assert kinds[begin + 1 : end].count("content_block_delta") == 1, "the signature"
+
+
 async def test_the_end_user_is_in_the_access_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "infer.access"):
         async with puppets(tmp_path, server={"access_log": True}) as server:

@@ -22,13 +22,15 @@ from tests.examples import slowly
 from tests.puppet import Puppets, say
 from tests.server.test_harmony import puppet
 from tests.server.test_tool_formats import Stranger, odd
-from tests.serving import TEMPLATE, Body, Running, chatty, running, thinker
+from tests.serving import TEMPLATE, Body, Running, chatty, holding, running, thinker
 
+from infer.engine.loop import EngineLoop
 from infer.errors import RequestError
 from infer_agents.messages import MAX_COUNTED
 from infer_agents.response_bodies import ResponsesRequest
 from infer_agents.response_shapes import Response
 from infer_agents.response_tools import Offer
+from infer_server import service
 from infer_server.conversation import Conversation
 from infer_server.endpoints.chat_completions import ChatRequest
 from infer_server.http.bodies import INLINE_BYTES
@@ -217,6 +219,44 @@ async def test_events_come_in_the_order_that_clients_expect(server: Running) -> 
         *("output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done") * 2,
         "completed",
     ]
+
+
+async def test_a_response_begins_and_goes_on_while_there_is_nothing_to_tell(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For Codex, comments are no sign of life."""
+    monkeypatch.setattr(service, "SILENCE_S", 0.0)
+    await told(server, ASKED, called("patch", {"input": "one\n" * 30}) + "<|return|>")
+    with holding(0):
+        response = await server.session.post(server.url + PATH, json=ASKED | {"stream": True})
+        text = "".join([(await response.content.readuntil(b"\n\n")).decode() for _ in range(4)])
+    text += await response.text()
+    events = [json.loads(block.partition("data: ")[2]) for block in text.split("\n\n") if block]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "in_progress", "in_progress"]
+    told_again = [event["response"] for event in events if event["type"] == "response.in_progress"]
+    assert told_again == [events[0]["response"]] * len(told_again)
+    added, written = kinds.index("output_item.added"), kinds.index("custom_tool_call_input.delta")
+    assert set(kinds[added + 1 : written]) == {"in_progress"}, "an input comes whole"
+    assert built(events) == events[-1]["response"]["output"]
+    client: Any = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+    async with client.responses.stream(**ASKED, model=(await client.models.list()).data[0].id) as read:
+        final = await read.get_final_response()
+    assert plain([item.to_dict() for item in final.output]) == plain(events[-1]["response"]["output"])
+
+
+async def test_a_response_that_is_not_taken_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may take the place while a body is read."""
+    monkeypatch.setattr(EngineLoop, "check_place", lambda self: None)
+    engine = {"max_batch_size": 1, "max_waiting_requests": 0, "max_seq_len": 256}
+    async with running(model=chatty(tmp_path), engine=engine) as server:
+        asked: Body = {"input": "hi", "max_output_tokens": 3, "stream": True}
+        with holding(0):
+            begun = await server.session.post(server.url + PATH, json=asked)
+            status, answer, _ = await server.post(asked, PATH)
+            assert (begun.status, status, answer["error"]["type"]) == (200, 503, "server_error")
+        assert "event: response.incomplete" in await begun.text()
 
 
 async def test_log_probabilities_are_those_of_the_text_alone(server: Running) -> None:

@@ -54,6 +54,25 @@ def test_an_event_that_is_cut_stays_one_line() -> None:
     assert len(rest.decode().splitlines()) == 2
 
 
+def test_a_response_that_waits_elsewhere_says_so_too() -> None:
+    """What the new stream begins with is known. What it says again is a sign of life."""
+
+    def told(id: str, kinds: list[str]) -> bytes:
+        frames = ({"type": f"response.{kind}", "sequence_number": i, "response": id} for i, kind in enumerate(kinds))
+        return b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in frames)
+
+    account = ClientStream()
+    account.begin(FIRST)
+    first = account.relay(told(FIRST, ["created", *["in_progress"] * 2]))
+    account.begin(SECOND)
+    rest = account.relay(told(SECOND, ["created", *["in_progress"] * 3, "completed"]))
+    heard = [json.loads(event.removeprefix(b"data: ")) for event in (first + rest).split(b"\n\n") if event]
+    kinds = ["created", *["in_progress"] * 4, "completed"]
+    assert heard == [
+        {"type": f"response.{kind}", "sequence_number": i, "response": FIRST} for i, kind in enumerate(kinds)
+    ]
+
+
 def test_another_text_is_noticed_within_an_event() -> None:
     account = ClientStream()
     account.begin(FIRST)

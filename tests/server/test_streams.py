@@ -332,7 +332,7 @@ async def test_headers_come_when_requests_are_taken_and_comments_until_there_is_
         with holding(0):
             streams = [await server.session.post(url, json=asked) for _ in range(3)]
             assert [stream.status for stream in streams] == [200, 200, 503], "no place is known before the headers"
-            assert await streams[0].content.readuntil(b"\n\n") == b": the prompt is being computed\n\n"
+            assert await streams[0].content.readuntil(b"\n\n") == b": the answer is being computed\n\n"
             streams[1].close()
             await until(lambda: server.engine_loop.num_open == 2)
         events = [event for event in (await streams[0].text()).split("\n\n") if event and not event.startswith(":")]

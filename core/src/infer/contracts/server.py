@@ -37,6 +37,9 @@ class WireFormatProtocol(Protocol):
     def head(self, frame: Mapping[str, Any]) -> bytes:
         """The lines of an event before its data, if the stream has events."""
 
+    def numbered(self, frame: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+        """A frame as it is sent after ``number`` others."""
+
 
 @dataclass(frozen=True)
 class Route:

@@ -16,6 +16,8 @@ from infer.errors import InferError
 
 OPENCODE_MOST = 32_000
 """The most tokens of an answer that opencode asks for."""
+CODEX_SILENCE_MS = 1_800_000
+"""How long Codex waits for an event, also of a server or a proxy that sends none while it computes."""
 NO_KEY = "none"
 """What agents get as a key that want one, for a server that wants none."""
 
@@ -57,7 +59,13 @@ def _claude(server: Server) -> Start:
 
 
 def _codex(server: Server) -> Start:
-    provider = {"name": "infer", "base_url": f"{server.url}/v1", "wire_api": "responses", "env_key": "INFER_API_KEY"}
+    provider = {
+        "name": "infer",
+        "base_url": f"{server.url}/v1",
+        "wire_api": "responses",
+        "env_key": "INFER_API_KEY",
+        "stream_idle_timeout_ms": CODEX_SILENCE_MS,
+    }
     settings = {
         "model": server.model,
         "model_context_window": server.context,

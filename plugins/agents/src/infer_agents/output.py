@@ -62,7 +62,6 @@ class Output:
         self._tokens = tokens
         self._encrypt = encrypt
         self._summary = summary
-        self._number = 0
         self._done: list[Json] = []
         self._item: Json | None = None
         self._texts: list[str] = []
@@ -72,7 +71,11 @@ class Output:
 
     def begin(self) -> Iterator[Json]:
         yield self._event("created", response=self._response)
-        yield self._event("in_progress", response=self._response)
+        yield self.idle()
+
+    def idle(self) -> Json:
+        """The event that may come again while there is nothing to tell."""
+        return self._event("in_progress", response=self._response)
 
     def push(self, news: Event) -> Iterator[Json]:
         thought = [self._thoughts is not None and self._thoughts.push(id) for id in news.token_ids]
@@ -110,8 +113,7 @@ class Output:
         return self._event("failed", response=self._response)
 
     def _event(self, type: str, **fields: Any) -> Json:
-        self._number += 1
-        return {"type": f"response.{type}", "sequence_number": self._number - 1, **fields}
+        return {"type": f"response.{type}", **fields}
 
     def _of_item(self, type: str, **fields: Any) -> Json:
         """An event about the item that is being built."""

@@ -28,7 +28,7 @@ from infer_agents.store import OPEN, Store
 from infer_server.events import Json
 from infer_server.http.errors import REQUEST_ID
 from infer_server.http.queries import limit, query
-from infer_server.http.wire import NamedEvents
+from infer_server.http.wire import NumberedEvents
 from infer_server.replies import Reply
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def routes(service: Service, seal: Seal, store: Store | None, *, store_default: 
             Response,
             ResponsesRequest,
             ResponseEvent,
-            wire_format=NamedEvents(),
+            wire_format=NumberedEvents(),
         ),
         Route(
             "POST",
@@ -108,7 +108,7 @@ class Responses:
             return await self._background.begin(http, asked, response, output, requests)
         told = functools.partial(frames, http, output, save)
         if body.stream:
-            return await self._service.stream(http, requests, told)
+            return await self._service.stream(http, requests, told, idle=output.idle())
         ended = await self._service.last(http, requests, told)
         return await self._service.answer(http, ended["response"])
 

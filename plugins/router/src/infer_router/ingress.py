@@ -28,12 +28,12 @@ from infer_server.http.errors import errors, expected
 from infer_server.http.keys import OWNER, Keys
 from infer_server.http.listing import VERSION
 from infer_server.http.sockets import listen
-from infer_server.http.wire import OPENAI, WIRE_FORMATS, Anthropic, NamedEvents, Ollama
+from infer_server.http.wire import OPENAI, WIRE_FORMATS, Anthropic, NumberedEvents, Ollama
 
 SAMPLING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 """The endpoints whose answers are drawn, and may be streamed and gone on with elsewhere."""
 FORMATS = {
-    "/v1/responses": NamedEvents(),
+    "/v1/responses": NumberedEvents(),
     **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), Anthropic()),
     **dict.fromkeys((f"/api/{name}" for name in ("chat", "generate", "embed", "embeddings", "show", "pull")), Ollama()),
 }

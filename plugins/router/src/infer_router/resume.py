@@ -155,7 +155,8 @@ class ClientStream:
         for key, kind, container, name in sorted(places, key=lambda place: place[3] == "finish_reason"):
             piece = container[name]
             if kind == "once":
-                new |= key not in self._account.once
+                # What this stream says again is no news, but shows that it goes on.
+                new |= key not in self._account.once or key in self._seen.once
                 self._seen.once.add(key)
                 if name == "finish_reason" and not self._seen.covers(self._account, key[0]):
                     raise DivergedError

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from asyncio import Future
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar, cast
 
 from aiohttp import web
@@ -33,8 +34,8 @@ from infer_server.http.children import give_back
 from infer_server.http.errors import BODY, REQUEST_ID, NotFoundError, error_of, id_headers
 from infer_server.http.keys import Keys
 from infer_server.http.quotas import COUNTED, Quotas
-from infer_server.http.streams import PIECE_BYTES, Array, Writer, write, write_pieces
-from infer_server.http.wire import LATEST, WireFormat, wire_format
+from infer_server.http.streams import PIECE_BYTES, Array, Stream, Writer, write, write_pieces
+from infer_server.http.wire import LATEST, wire_format
 from infer_server.tokens import Tokens, number
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ INLINE_CHARS = 4096
 """If a request's prompts are longer than this in all, they are tokenized in a thread, so that other streams can
 continue."""
 SILENCE_S = 15.0
-"""A stream that has nothing to send before its first event sends its wire format's ``IDLE`` after so many seconds."""
+"""A stream that has sent nothing for so many seconds says that it goes on."""
 ADAPTER = web.RequestKey("adapter", Adapter)
 """What a request has chosen, if it is not the base."""
 BEGAN = web.RequestKey("began", float)
@@ -299,7 +300,7 @@ class Service:
         count = TokenCount(requests)
         async with (
             aclosing(self.door.stream(*requests)) as events,
-            aclosing(frames(_counted(await anext(events), events, count), count.usage)) as made,
+            aclosing(frames(_counted(events, count), count.usage)) as made,
         ):
             async for frame in made:
                 last = frame
@@ -320,56 +321,38 @@ class Service:
         await response.write_eof()
         return response
 
-    async def stream(self, http: web.Request, requests: Sequence[Request], frames: Frames) -> web.StreamResponse:
+    async def stream(
+        self, http: web.Request, requests: Sequence[Request], frames: Frames, idle: Json | None = None
+    ) -> web.StreamResponse:
         """Run requests and answer with a stream in the route's wire format: the frames that ``frames`` makes
         of the requests' events. What keeps requests from being taken is answered with an error status, a later failure
-        with an error in the stream. The headers are sent as soon as the requests are taken. Until there is an event,
-        the format's ``IDLE`` is sent every ``SILENCE_S``, so that no proxy and no client takes a long prompt for a dead
-        connection."""
+        with an error in the stream. The headers are sent as soon as the requests are taken, and so are frames that need
+        no event. Whenever nothing was sent for ``SILENCE_S``, the frame ``idle`` is, or the format's ``IDLE``, so that
+        no proxy and no client takes a stream that computes for a dead connection."""
         count, written = TokenCount(requests), wire_format(http)
-        async with aclosing(self.door.stream(*requests)) as events:
-            response, first = await self._begun(http, written, events)
-            async with aclosing(frames(_counted(first, events, count), count.usage)) as made:
+        async with aclosing(self.door.stream(*requests)) as events, _taken(events) as first:
+            response = web.StreamResponse(headers={"Cache-Control": "no-cache"} | id_headers(http))
+            response.content_type = written.CONTENT_TYPE
+            await response.prepare(http)
+            stream = Stream(http, response, written, self.writer, self._settings.stall_timeout_s)
+            async with (
+                aclosing(frames(_counted(events, count, first), count.usage)) as made,
+                stream.kept_alive(SILENCE_S, idle),
+            ):
                 try:
                     async for frame in made:
-                        await self._frame(http, response, written, frame)
+                        await stream.send(frame)
                 except (ConnectionError, TimeoutError):
                     raise  # the client has left
                 except Exception as error:
                     if not isinstance(error, InferError):
                         log.error("request %s failed", http[REQUEST_ID], exc_info=error)
-                    await self._frame(http, response, written, written.failure(error_of(http, error)))
+                    await stream.send(written.failure(error_of(http, error)))
         http[CALLER].usage = count.usage()
         if written.DONE:
             await write(http, response, written.DONE, self._settings.stall_timeout_s)
         await response.write_eof()
         return response
-
-    async def _begun(
-        self, http: web.Request, written: WireFormat, events: AsyncGenerator[Event]
-    ) -> tuple[web.StreamResponse, Event]:
-        """A stream's response, whose headers have been sent, and its first event. Raises what keeps requests from being
-        taken."""
-        coming = asyncio.ensure_future(anext(events))
-        try:
-            await asyncio.sleep(0)  # the engine takes the requests, or refuses them
-            if coming.done():
-                raise_if_failed(coming.result())
-            response = web.StreamResponse(headers={"Cache-Control": "no-cache"} | id_headers(http))
-            response.content_type = written.CONTENT_TYPE
-            await response.prepare(http)
-            while not (await asyncio.wait((coming,), timeout=SILENCE_S))[0]:
-                await write(http, response, written.IDLE, self._settings.stall_timeout_s)
-            return response, coming.result()
-        finally:
-            if not coming.done():
-                coming.cancel()
-                await asyncio.wait((coming,))
-
-    async def _frame(self, http: web.Request, response: web.StreamResponse, written: WireFormat, frame: Json) -> None:
-        before, behind = written.AROUND
-        pieces = [written.head(frame) + before, *self.writer.pieces(frame), behind]
-        await write_pieces(http, response, pieces, self._settings.stall_timeout_s)
 
     def frame(self, http: web.Request, id: str, kind: str) -> Json:
         """The fields that every answer begins with."""
@@ -400,9 +383,25 @@ def _seeded(params: SamplingParams, i: int) -> SamplingParams:
     return params.model_copy(update={"seed": seed if seed < 2**63 else seed - 2**64})
 
 
-async def _counted(first: Event, events: AsyncGenerator[Event], count: TokenCount) -> Events:
+@asynccontextmanager
+async def _taken(events: AsyncGenerator[Event]) -> AsyncGenerator[Future[Event]]:
+    """The first event of requests that the engine has taken. Raises what keeps them from being taken."""
+    first = asyncio.ensure_future(anext(events))
+    try:
+        await asyncio.sleep(0)  # the engine takes the requests, or refuses them
+        if first.done():
+            raise_if_failed(first.result())
+        yield first
+    finally:
+        if not first.done():
+            first.cancel()
+            await asyncio.wait((first,))
+
+
+async def _counted(events: AsyncGenerator[Event], count: TokenCount, first: Future[Event] | None = None) -> Events:
     """``first`` and the further events, each counted and with the index of its request. Raises the first failure."""
-    event: Event | None = first
-    while event is not None:
+    if first is not None:
+        event = await first
         yield count.add(event), event
-        event = await anext(events, None)
+    async for event in events:
+        yield count.add(event), event

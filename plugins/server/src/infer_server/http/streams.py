@@ -7,10 +7,13 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn, Self, TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NoReturn, Self, TypeVar
 
 from aiohttp import web
+
+from infer_server.http.wire import WireFormat
 
 FEW = 16
 """Up to this many items, such as the tokens of one step, are written without a pause."""
@@ -114,6 +117,64 @@ class Writer:
             raise TypeError(f"{type(value).__name__} is no JSON")
         self._arrays.append(value)
         return MARK
+
+
+class Stream:
+    """Sends frames to a client, one after the other, as ``written`` has them. Use it in one event loop."""
+
+    def __init__(
+        self,
+        http: web.Request,
+        response: web.StreamResponse,
+        written: WireFormat,
+        writer: Writer,
+        stall_timeout_s: float,
+    ) -> None:
+        self._http = http
+        self._response = response
+        self._written = written
+        self._writer = writer
+        self._stall_timeout_s = stall_timeout_s
+        self._lock = asyncio.Lock()
+        self._count = 0
+        self._last = time.monotonic()
+        """When something was sent, or the headers."""
+
+    async def send(self, frame: Mapping[str, Any]) -> None:
+        async with self._lock:
+            await self._send(frame)
+
+    async def _send(self, frame: Mapping[str, Any] | None) -> None:
+        """Without a frame, send ``IDLE``."""
+        written = self._written
+        if frame is None:
+            pieces = [written.IDLE]
+        else:
+            before, behind = written.AROUND
+            numbered = self._writer.pieces(written.numbered(frame, self._count))
+            self._count += 1
+            pieces = [written.head(frame) + before, *numbered, behind]
+        await write_pieces(self._http, self._response, pieces, self._stall_timeout_s)
+        self._last = time.monotonic()
+
+    @asynccontextmanager
+    async def kept_alive(self, silence_s: float, idle: Mapping[str, Any] | None) -> AsyncGenerator[None]:
+        """Whenever nothing was sent for ``silence_s``, send the frame ``idle``, or ``IDLE`` without one."""
+
+        async def keep() -> None:
+            with suppress(ConnectionError):  # the client has left: its handler is canceled
+                while True:
+                    await asyncio.sleep(self._last + silence_s - time.monotonic())
+                    async with self._lock:
+                        if time.monotonic() - self._last >= silence_s:
+                            await self._send(idle)
+
+        keeping = asyncio.create_task(keep())
+        try:
+            yield
+        finally:
+            keeping.cancel()
+            await asyncio.wait((keeping,))
 
 
 async def write(http: web.Request, response: web.StreamResponse, data: bytes, stall_timeout_s: float) -> None:

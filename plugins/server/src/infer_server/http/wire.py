@@ -32,7 +32,7 @@ class WireFormat:
     """The media type of a stream."""
     AROUND: ClassVar[tuple[bytes, bytes]] = (b"data: ", b"\n\n")
     """What stands before and behind the JSON of a stream's frame."""
-    IDLE: ClassVar[bytes] = b": the prompt is being computed\n\n"
+    IDLE: ClassVar[bytes] = b": the answer is being computed\n\n"
     """What a stream sends every few seconds while there is nothing else to send."""
     DONE: ClassVar[bytes] = b"data: [DONE]\n\n"
     """What ends a stream that did not fail."""
@@ -51,6 +51,10 @@ class WireFormat:
         """The lines of an event before its data."""
         return b""
 
+    def numbered(self, frame: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+        """A frame as it is sent after ``number`` others."""
+        return frame
+
 
 class NamedEvents(WireFormat):
     """A stream whose events are named after the ``type`` of their frames, and that nothing else ends."""
@@ -63,6 +67,13 @@ class NamedEvents(WireFormat):
 
     def head(self, frame: Mapping[str, Any]) -> bytes:
         return f"event: {frame['type']}\n".encode()
+
+
+class NumberedEvents(NamedEvents):
+    """As OpenAI's responses have it."""
+
+    def numbered(self, frame: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+        return {"type": frame["type"], "sequence_number": number, **frame}
 
 
 ERROR_TYPES = {
