@@ -701,7 +701,9 @@ async def test_a_failure_ends_a_response_as_failed(tmp_path: Path) -> None:
     """Codex reads that, and libraries the error behind it."""
     asked = {"input": "hi", "tools": [LOOK], "max_output_tokens": 20}
     async with running([Stranger(odd(KeyError("lost")))], model=chatty(tmp_path, tool_format="odd")) as server:
-        *_, failed, error = await stream(server, asked)
+        *begun, failed, error = events = await stream(server, asked)
+        assert begun
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
         assert (failed["type"], error["type"]) == ("response.failed", "error")
         assert failed["response"]["status"] == "failed"
         TypeAdapter(Response).validate_python(failed["response"])

@@ -71,6 +71,11 @@ def test_a_response_that_waits_elsewhere_says_so_too() -> None:
     assert heard == [
         {"type": f"response.{kind}", "sequence_number": i, "response": FIRST} for i, kind in enumerate(kinds)
     ]
+    frame = {"type": "error", "sequence_number": 5, "message": "No."}
+    rest = account.relay(b"event: error\ndata: " + json.dumps(frame).encode() + b"\n\n")
+    assert rest.startswith(b"event: error\n")
+    assert json.loads(rest.partition(b"data: ")[2]) == frame | {"sequence_number": len(heard)}
+    assert account.count() == len(heard) + 1
 
 
 def test_another_text_is_noticed_within_an_event() -> None:

@@ -311,7 +311,7 @@ class Exchange:
         if not self._streamed:
             hang_up(self._http)  # what has a length cannot end in any other way
         written = wire_format(self._http)
-        body = written.failure(error_body(message, "server_error"))
+        body = written.numbered(written.failure(error_body(message, "server_error")), self._client_stream.count())
         before, behind = written.AROUND
         data = written.head(body) + before + json.dumps(body).encode() + behind + written.DONE
         await self._write(response, data)

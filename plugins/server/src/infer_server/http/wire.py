@@ -63,7 +63,7 @@ class NamedEvents(WireFormat):
 
     def failure(self, error: ErrorBody) -> dict[str, Any]:
         rest = {name: value for name, value in error.items() if name != "type"}
-        return {"type": "error", "sequence_number": 0} | rest
+        return {"type": "error"} | rest
 
     def head(self, frame: Mapping[str, Any]) -> bytes:
         return f"event: {frame['type']}\n".encode()
