@@ -63,6 +63,22 @@ def told(parts: Sequence[str], format: str | None, *, thinks: bool = True, **how
     return message
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "one\\ntwo"}}</tool_call>', "one\ntwo"),
+        ('{"patch": "one"}}</tool_call>', '{"patch": "one"}'),
+        ('{"input": {"a": 1}}}</tool_call>', '{"input": {"a": 1}}'),
+        ("{}}</tool_call>", "{}"),
+        ('{"input": "on', "on"),
+        ('{"inp', ""),
+    ],
+)
+def test_the_text_of_a_custom_tool_is_its_input_or_all_of_its_arguments(arguments: str, text: str) -> None:
+    written = f'<tool_call>{{"name": "clock.now", "arguments": {arguments}'
+    assert told([written], "tags", custom=["clock.now"])["calls"] == [["clock.now", text]]
+
+
 CALL = '{"name": "weather", "arguments": {"city": "Rome, \\"IT\\" }", "days": [1, {"a": null}]}}'
 ARGUMENTS = '{"city": "Rome, \\"IT\\" }", "days": [1, {"a": null}]}'
 LATE = '{"arguments": {"a": 1}, "name": "clock.now"}'

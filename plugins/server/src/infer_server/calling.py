@@ -251,12 +251,18 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 def _input(arguments: str) -> str:
-    """What a call's arguments hold as ``input``, as far as it goes; the arguments themselves if that is no text."""
+    """What a call's arguments hold as ``input``, as far as it goes; the arguments themselves if that is no text, or if
+    they are whole and have no ``input``."""
+    cut = False
     try:
-        found = from_json(arguments, allow_partial="trailing-strings")
+        found = from_json(arguments)
     except ValueError:
-        return arguments
-    value = found.get("input", "") if isinstance(found, dict) else None
+        cut = True
+        try:
+            found = from_json(arguments, allow_partial="trailing-strings")
+        except ValueError:
+            return arguments
+    value = found.get("input", "" if cut else arguments) if isinstance(found, dict) else None
     return value if isinstance(value, str) else arguments
 
 
