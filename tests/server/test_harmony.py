@@ -115,6 +115,24 @@ async def test_a_format_applies_in_the_final_channel_only(tmp_path: Path) -> Non
             assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == counted["count"]
 
 
+async def test_a_call_may_come_in_place_of_the_format(tmp_path: Path) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["yes", "no"]}}}
+    asked = REQUEST | {"tools": [LOOK]}
+    async with running([Puppets()], model=puppet(tmp_path)) as server:
+        for text, content, calls in (
+            (f"{ANALYSIS}hm<|end|>{CALL}", None, ["look"]),
+            (f'{ANALYSIS}hm<|end|>{FINAL}"yes"<|return|>', '"yes"', []),
+            (f"{ANALYSIS}hm<|end|>{FINAL}Hello<|return|>", '"no"', []),
+        ):
+            await told(server, asked, text)
+            status, answer, _ = await server.post(asked | {"response_format": form}, CHAT)
+            assert status == 200, answer
+            message = answer["choices"][0]["message"]
+            assert message["reasoning_content"] == "hm"
+            assert message["content"] == content or (content == '"no"' and message["content"] in ('"yes"', '"no"'))
+            assert [call["function"]["name"] for call in message.get("tool_calls", ())] == calls
+
+
 def test_the_template_gets_the_reasoning_behind_a_call() -> None:
     call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
     asked = {"role": "user", "content": "hi"}

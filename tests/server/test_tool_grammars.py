@@ -126,8 +126,12 @@ async def test_a_grammar_that_cannot_be_kept_to_is_refused_by_name(server: Runni
 
 @pytest.mark.slow
 async def test_another_format_for_the_answer_comes_first(server: Running) -> None:
-    answer = await ask(server, CHAT, asked(CHAT, 20, response_format={"type": "json_object"}), "Hello")
-    assert called(answer)[0].lstrip().startswith("{")
+    answer = await ask(server, CHAT, asked(CHAT, 20, response_format={"type": "json_object"}), '{"a": Hello')
+    content, calls = called(answer)
+    assert (content[:5], calls) == ('{"a":', [])
+    assert "Hello" not in content
+    choice = {"structured_outputs": {"choice": ["Hi"]}}
+    assert called(await ask(server, CHAT, asked(CHAT, 20, **choice), "Hello")) == ("Hi", [])
     status, answer, _ = await server.post(asked(CHAT, ignore_eos=True), CHAT)
     assert (status, "ignore_eos" in answer["error"]["message"]) == (400, True)
 
@@ -188,3 +192,106 @@ async def test_reasoning_that_the_prompt_opens_is_free(tmp_path: Path) -> None:
             _, answer, _ = await server.post(body, CHAT)
             assert called(answer) == (content, calls)
             assert answer["choices"][0]["message"]["reasoning_content"].startswith(f"Shall I {bad}")
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"verdict": {"type": "string"}},
+    "required": ["verdict"],
+    "additionalProperties": False,
+}
+
+
+def formatted(path: str, most: int = 200, **more: Any) -> Body:
+    """What asks for JSON, and offers a function."""
+    body = asked(path, most, **more)
+    body |= {"tools": body["tools"][:1]}
+    form = {"name": "verdict", "schema": SCHEMA}
+    if path == CHAT:
+        return body | {"response_format": {"type": "json_schema", "json_schema": form}}
+    return body | {"text": {"format": {"type": "json_schema"} | form}}
+
+
+async def tell(server: Running, body: Body, text: str) -> None:
+    """Have the model answer ``body``, of one message, with ``text``."""
+    form: Body = {"messages": [{"role": "user", "content": "hi"}]}
+    if body.get("tool_choice") != "none":
+        form["tools"] = asked(CHAT)["tools"][:1]
+    if "chat_template_kwargs" in body:
+        form["chat_template_kwargs"] = body["chat_template_kwargs"]
+    _, counted, _ = await server.post(form, "/tokenize")
+    await say(server, counted["count"], text + "<|return|>" * 30)
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+async def test_a_reply_has_its_format_or_calls_tools(server: Running, path: str) -> None:
+    look, quoted = written("look", {"at": 3}), json.dumps({"verdict": written("look", {"at": 3})})
+    two = f"{look}\n{written('look', {'at': 4})}"
+    calls = [("look", '{"at": 3}'), ("look", '{"at": 4}')]
+    for text, said, more in (
+        ('{"verdict": "fine"}', ('{"verdict": "fine"}', []), {}),
+        (quoted, (quoted, []), {}),
+        (look, ("", calls[:1]), {}),
+        (f"\n\n{two}", ("", calls), {}),
+        (f"{look} So.", ("", calls[:1]), {"parallel_tool_calls": False}),
+        (two, ("", calls[:1]), {"parallel_tool_calls": False}),
+        ('{"verdict": "x"}', ('{"verdict": "x"}', []), {"tool_choice": "none"}),
+    ):
+        body = formatted(path, **more)
+        await tell(server, body, text)
+        status, answer, _ = await server.post(body, path)
+        assert status == 200, answer
+        assert called(answer) == said, text
+    await tell(server, formatted(path), written("look", {"at": "y"}))
+    _, answer, _ = await server.post(formatted(path, seed=1), path)
+    _, [(name, arguments)] = called(answer)
+    assert name == "look"
+    assert re.match(r'\{"at":\s*-?[0-9]', arguments), "which is not what the model would have said"
+    await tell(server, formatted(path, tool_choice="none"), look)
+    _, answer, _ = await server.post(formatted(path, 40, tool_choice="none"), path)
+    text, none = called(answer)
+    assert (text[:1], none) == ("{", [])
+
+
+async def test_a_streamed_reply_has_its_format_or_calls_tools(server: Running) -> None:
+    """What is content is told as it comes."""
+    for text in ('{"verdict": "<tool_call> is a tag"}', written("look", {"at": 3})):
+        await tell(server, formatted(CHAT), text)
+        *events, _ = await server.stream(formatted(CHAT), CHAT)
+        deltas = [event["choices"][0]["delta"] for event in events]
+        content = [delta["content"] for delta in deltas if delta.get("content")]
+        calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+        reason = events[-1]["choices"][0]["finish_reason"]
+        if text.startswith("{"):
+            assert ("".join(content), calls, reason) == (text, [], "stop")
+            assert len(content) > 3
+        else:
+            assert (content, [call["name"] for call in calls if "name" in call], reason) == ([], ["look"], "tool_calls")
+            assert "".join(call["arguments"] for call in calls) == '{"at": 3}'
+
+
+async def test_reasoning_comes_before_a_reply_of_either_kind(server: Running) -> None:
+    """Whether the prompt opens it or the model does."""
+    for opened in (False, True):
+        more: Body = {"chat_template_kwargs": {"enable_thinking": True}} if opened else {}
+        for text, said in (
+            ('{"verdict": "x"}', ('{"verdict": "x"}', [])),
+            (written("look", {"at": 3}), ("", [("look", '{"at": 3}')])),
+        ):
+            await tell(server, more, f"{'' if opened else '<think>'}Shall I {{?</think>\n\n{text}")
+            _, answer, _ = await server.post(formatted(CHAT, **more), CHAT)
+            assert called(answer) == said
+            assert answer["choices"][0]["message"]["reasoning_content"] == "Shall I {?"
+
+
+async def test_a_format_and_calls_that_no_grammar_tells_apart_are_refused(tmp_path: Path) -> None:
+    model = chatty(tmp_path, tool_format="kimi3")
+    async with running(model=model) as server:
+        for path in (CHAT, RESPONSES):
+            status, answer, _ = await server.post(formatted(path, 20), path)
+            assert (status, answer["error"]["param"]) == (400, "tools")
+            assert (
+                "of model.tool_format = kimi3, from the answer; set tool_choice to none" in answer["error"]["message"]
+            )
+            status, _, _ = await server.post(formatted(path, 20, tool_choice="none"), path)
+            assert status == 200

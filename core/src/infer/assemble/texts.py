@@ -72,6 +72,7 @@ def tool_format(settings: Settings, offer: Offer, tokenizer: Tokenizer) -> ToolF
         offer.name,
         lambda tools: CheckedPart(offer.build(settings, tools), offer.whose),
         registration.forms if added.isdisjoint(registration.unless) else (),
+        registration.syntax,
     )
 
 

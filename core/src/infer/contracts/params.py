@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from infer.contracts.text import CallForm
+from infer.contracts.text import CallForm, CallSyntax
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -58,19 +58,25 @@ class ToolGrammar(NamedTuple):
 
 
 class CallOutputs(StructuredOutputs):
-    """The format of an answer that calls ``tools`` whose inputs have grammars. No client gives it."""
+    """The format of an answer that may call tools. No client gives it."""
 
-    kind: Literal["whole", "listed", "free"]
+    kind: Literal["whole", "listed", "free", "either"]
     """``whole``: the answer is the input of the only tool. ``listed``: it is a list of calls in JSON, at least one and
     only one if ``single``; each is an object of ``name`` and ``arguments``, of ``functions`` or of ``tools``, whose
-    arguments are an object of ``input``. ``free``: it is text that may call ``tools`` in one of the ``forms``."""
-    tools: tuple[ToolGrammar, ...]
+    arguments are an object of ``input``. ``free``: it is text that may call ``tools`` in one of the ``forms``.
+    ``either``: it has the format ``answer``, or is calls of ``functions`` in the ``syntax``, only one if ``single``."""
+    tools: tuple[ToolGrammar, ...] = ()
+    """Those whose inputs have grammars."""
     functions: tuple[tuple[str, Any], ...] = ()
     """Names, with JSON schemas of the arguments."""
     single: bool = False
     forms: tuple[CallForm, ...] = ()
+    answer: StructuredOutputs | None = None
+    """JSON of some schema."""
+    syntax: tuple[CallSyntax, ...] = ()
     tags: tuple[str, str] | None = None
-    """What encloses reasoning, with which a free answer may begin, and in which nothing is held to anything."""
+    """What encloses reasoning, with which an answer that is ``free`` or ``either`` may begin, and in which nothing is
+    held to anything."""
     opened: bool = False
     """Whether it begins within the reasoning."""
 

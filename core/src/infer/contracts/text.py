@@ -65,6 +65,31 @@ class CallForm(NamedTuple):
     """Special tokens, left out of an answer's text, that may stand where no text follows."""
 
 
+class CallSyntax(NamedTuple):
+    """One way to write nothing but calls of any functions, so that a grammar can say which texts are calls: sections,
+    with white space between them, of calls. Regular expressions are Rust's, ``NAME`` is a function's name in them, and
+    ``KEY`` that of an argument. The format's reader must read every such text as its calls alone."""
+
+    header: str
+    """A regular expression for all of a call up to its arguments. Empty: the call is a JSON object of ``name`` and
+    ``arguments`` or ``parameters``."""
+    end: str = ""
+    """A regular expression for what stands behind the arguments."""
+    arguments: tuple[tuple[str, str], ...] = ()
+    """The ways to write an argument: regular expressions for what stands before and after its text. If nothing stands
+    after it, it is JSON. No ways: the arguments are a JSON object."""
+    comma: str = ""
+    """A regular expression for what stands between arguments."""
+    opening: str = ""
+    """A regular expression for how a section begins."""
+    between: str = ""
+    """A regular expression for what stands between a section's calls. Empty: white space."""
+    closing: str = ""
+    """A regular expression for how a section ends."""
+    marks: tuple[str, ...] = ()
+    """The parts of these regular expressions that are texts and no expressions, as in ``CallForm``."""
+
+
 class ReasoningTags(NamedTuple):
     """What stands between these at the beginning of an answer is reasoning. A prompt that ends in the opening one
     leaves the model within it."""
@@ -100,5 +125,7 @@ class ToolFormatRegistration(Registration[ToolFormatFactory]):
     are kept in an answer's text, which otherwise leaves special tokens out."""
     forms: tuple[CallForm, ...] = ()
     """The ways to write a call, as far as the model may be held to a grammar in it; none if it cannot be."""
+    syntax: tuple[CallSyntax, ...] = ()
+    """The ways to write an answer that consists of calls; none if no grammar says so."""
     unless: tuple[str, ...] = ()
     """Tokens of checkpoints that write calls in other ways, too, for which ``forms`` do not hold."""

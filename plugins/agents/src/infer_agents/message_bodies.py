@@ -338,16 +338,20 @@ class MessagesRequest(Body):
             [tool.shown() for tool in self._offered] if choice.type != "none" else (),
             [tool.shown() for tool in self._possible_tools] if self._forced else None,
             not choice.disable_parallel_tool_use and choice.type != "tool",
+            format=self._outputs,
         )
+
+    @property
+    def _outputs(self) -> StructuredOutputs | None:
+        return None if self._format is None else StructuredOutputs(json_schema=self._format.schema_)
 
     def sampling(self, **overrides: Any) -> SamplingParams:
         """The sampling parameters, with ``overrides``. Of temperature, top_p and top_k, their ``model_fields_set`` has
         what was set explicitly."""
         names = self.model_fields_set & {"temperature", "top_p", "top_k"}
         given = {name: getattr(self, name) for name in names}
-        outputs = None if self._format is None else StructuredOutputs(json_schema=self._format.schema_)
         fields = {"max_tokens": self.max_tokens, "stop": self.stop_sequences, "seed": self.seed}
-        return SamplingParams(**fields | given | {"structured_outputs": outputs} | overrides)
+        return SamplingParams(**fields | given | {"structured_outputs": self._outputs} | overrides)
 
     @property
     def hints(self) -> dict[str, Any]:

@@ -428,7 +428,7 @@ class ResponsesRequest(Body):
             self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool),
             {offer.name for offer in self.offers if offer.custom},
             self._grammars,
-            self.text.format.outputs() is not None,
+            self.text.format.outputs(),
         )
 
     @property

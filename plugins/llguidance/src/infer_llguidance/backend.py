@@ -94,7 +94,7 @@ class LLGuidance:
 
     def source(self, outputs: StructuredOutputs) -> str:
         if isinstance(outputs, CallOutputs):
-            return calls.source(outputs)
+            return calls.source(outputs, None if outputs.answer is None else self.source(outputs.answer))
         if outputs.regex is not None:
             return str(LLMatcher.grammar_from_regex(outputs.regex))
         if outputs.grammar is not None:
@@ -119,8 +119,9 @@ class LLGuidance:
             if len(text) > MAX_CHARS:
                 return Checked(None, Fault(f"the grammars of its tools become more than {MAX_CHARS} characters"))
         before = _resident()
-        fault = self._fault_of(text or source)
-        return Checked(text, None if fault is None else Fault(fault), max(0, _resident() - before))
+        found = self._fault_of(text or source)
+        fault = None if found is None else calls.blamed(source, found, self._fault_of)
+        return Checked(text, fault, max(0, _resident() - before))
 
     def make(self, source: str, checked: Checked) -> Grammar:
         return Grammar(self._start(checked.text or source), self.tokenizer.vocab_size, checked.num_bytes)

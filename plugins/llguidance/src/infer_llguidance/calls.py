@@ -1,7 +1,8 @@
-"""Grammars of answers that call tools whose inputs follow grammars of their own (OpenAI's custom tools).
+"""Grammars of answers that call tools, whose inputs may follow grammars of their own (OpenAI's custom tools).
 
-Three kinds of answers have one: the whole answer is an input, it is a list of calls in JSON, or it is free text with
-calls as the model writes them. In free text, only what a call of such a tool looks like is held to anything.
+There are four kinds: the whole answer is an input, it is a list of calls in JSON, it is free text with calls as the
+model writes them, or it is either JSON of some schema or such calls. In free text, only what a call of a tool with a
+grammar looks like is held to anything.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
+from infer.contracts.grammar import Fault
 from infer.contracts.params import CallOutputs, ToolGrammar
-from infer.contracts.text import CallForm
+from infer.contracts.text import CallForm, CallSyntax
 from infer.text.tool_formats.reader import SPACE
+from infer_llguidance.either_rules import EitherRules
 from infer_llguidance.free_rules import FreeRules
 from infer_llguidance.lark import bounded, escaped, quoted
 
@@ -52,9 +55,10 @@ def added(tokenizer: str, stops: Collection[int]) -> Added:
     return Added({text: id for text, id in marks.items() if text not in hidden}, hidden)
 
 
-def source(outputs: CallOutputs) -> str:
-    """All that the grammar is made of."""
-    return json.dumps({"calls": {name: getattr(outputs, name) for name in CallOutputs.__annotations__}})
+def source(outputs: CallOutputs, answer: str | None) -> str:
+    """All that the grammar is made of. ``answer`` is the source of that of ``outputs.answer``."""
+    made = {"answer": None if answer is None else json.loads(answer)}
+    return json.dumps({"calls": {name: getattr(outputs, name) for name in CallOutputs.__annotations__} | made})
 
 
 def compiled(source: str, fault: Callable[[str], str | None], added: Callable[[], Added]) -> str:
@@ -71,8 +75,18 @@ def compiled(source: str, fault: Callable[[str], str | None], added: Callable[[]
             return _grammars(own[0])
         case "listed":
             return _listed(tools, own, spec["functions"], spec["single"])
+        case "either":
+            return _either(spec, added())
         case _:
             return _free(tools, own, spec, added())
+
+
+def blamed(source: str, found: str, fault: Callable[[str], str | None]) -> Fault:
+    """What is wrong with the grammar of a ``source``, in which llguidance has ``found`` something."""
+    spec = json.loads(source)["calls"] if source.startswith(PREFIX) else {}
+    if spec.get("kind") == "either" and fault(json.dumps(spec["answer"])) is None:
+        return Fault(f"The model cannot be held to the parameters of the tools in its calls: {found}", "tools")
+    return Fault(found)
 
 
 def _own(tool: ToolGrammar) -> str:
@@ -111,10 +125,20 @@ def _listed(tools: Sequence[ToolGrammar], own: Sequence[str], functions: Sequenc
     return _grammars("\n".join([start, f"call: {' | '.join(calls)}"]), parts)
 
 
-def _spaced(schema: Any) -> Any:
-    """The schema with bounded white space between the parts of a text that fits it."""
+def _either(spec: Mapping[str, Any], added: Added) -> str:
+    functions = [(name, _spaced(schema, lenient=True)) for name, schema in spec["functions"]]
+    rules = EitherRules(functions, added.visible, added.hidden)
+    syntax = [CallSyntax(*each) for each in spec["syntax"]]
+    (answer,) = spec["answer"]["grammars"]
+    how = {"opened": spec["opened"], "single": spec["single"]}
+    return _grammars("\n".join(rules.lines(answer["json_schema"], syntax, spec["tags"], **how)))
+
+
+def _spaced(schema: Any, **options: bool) -> Any:
+    """The schema with bounded white space between the parts of a text that fits it, and other ``options``."""
     given = schema.get("x-guidance", {})
-    return schema | {"x-guidance": {"whitespace_pattern": WHITESPACE} | given if isinstance(given, dict) else given}
+    how = {"whitespace_pattern": WHITESPACE, **options}
+    return schema | {"x-guidance": how | given if isinstance(given, dict) else given}
 
 
 def _free(tools: Sequence[ToolGrammar], own: Sequence[str], spec: Mapping[str, Any], added: Added) -> str:

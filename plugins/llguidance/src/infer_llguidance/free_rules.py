@@ -81,10 +81,10 @@ class FreeRules:
         for form in self._forms:
             named = form.named.replace("NAME", f"({'|'.join(map(escaped, self._names))})")
             if named.startswith("^"):
-                first.append(_joined(_divided(named[1:], form.marks, {})))
+                first.append(_joined(divided(named[1:], form.marks, {})))
                 continue
             for text in (named, form.header):
-                begins, *rest = _divided(text, form.marks, self._visible)
+                begins, *rest = divided(text, form.marks, self._visible)
                 if rest and not begins:
                     behind.setdefault(rest[0], []).extend([str(rest[1])] if text is named else [])
                     spelled.extend([rest[0]] if text is named else [])
@@ -119,19 +119,19 @@ class FreeRules:
             )
             for id in shown:
                 if f"after-{id}" in self._rules:
-                    self._rules[f"after-{id}"].append(f"{way} {_any([id])}")
+                    self._rules[f"after-{id}"].append(f"{way} {any_of([id])}")
             if plain := [id for id in shown if f"after-{id}" not in self._rules]:
-                self._rules["free"].append(f"{way} {_any(plain)}")
+                self._rules["free"].append(f"{way} {any_of(plain)}")
             if hidden:
-                self._rules["ended" if tokens is None else "called"].append(f"{way} {_any(hidden)}")
+                self._rules["ended" if tokens is None else "called"].append(f"{way} {any_of(hidden)}")
 
     def _call(self, form: CallForm, tool: int, states: Sequence[_State]) -> None:
         """Add the ways to call a tool."""
         header, before, after = (
             text.replace("NAME", escaped(self._names[tool])) for text in (form.header, form.before, form.after)
         )
-        begins, *rest = _divided(header.removeprefix("^"), form.marks, self._visible)
-        pieces = _divided(header.removeprefix("^") + before, form.marks, self._visible)
+        begins, *rest = divided(header.removeprefix("^"), form.marks, self._visible)
+        pieces = divided(header.removeprefix("^") + before, form.marks, self._visible)
         if header.startswith("^"):
             way = states[0].rule
         elif rest and not begins:
@@ -142,7 +142,7 @@ class FreeRules:
             # Where another form's header ends so, it is that one.
             others = [each.header for each in self._forms if each != form and each.header.endswith(form.header)]
             longer = [
-                _joined(_divided(each, form.marks, {})).replace("NAME", escaped(self._names[tool])) for each in others
+                _joined(divided(each, form.marks, {})).replace("NAME", escaped(self._names[tool])) for each in others
             ]
             without = f" & ~/(?s:.*)({'|'.join(longer)})/" if longer else ""
             for n, state in enumerate(states):
@@ -153,25 +153,25 @@ class FreeRules:
                 if not rest:  # what follows is text, too, so that this ends as soon as it can
                     self._rules[f"{way}-{n}[lazy]"] = [terminal]
                 self._rules[way].append(f"{state.rule} {terminal if rest else f'{way}-{n}'}")
-            pieces = ["", *pieces[1:]] if rest else _divided(before, form.marks, self._visible)
-        behind = _divided(after, form.marks, self._visible)
+            pieces = ["", *pieces[1:]] if rest else divided(before, form.marks, self._visible)
+        behind = divided(after, form.marks, self._visible)
         around = (tool, str(pieces[-1]), str(behind[0]), form.closing)
         part = self.parts.setdefault(around, f"part-{len(self.parts)}")
-        call = " ".join([way, _sequence(pieces[:-1]), f"@{part}", _sequence(behind[1:])])
+        call = " ".join([way, sequence(pieces[:-1]), f"@{part}", sequence(behind[1:])])
         self._rules["called" if form.following else "free"].append(call)
 
     def _thought(self, tags: Sequence[str], opened: bool) -> str:
         """Add the rules of reasoning. Returns those for the beginning of an answer."""
         opening, closing = tags
-        first, *rest = _divided(opening, [*self._visible], self._visible, escaped)
+        first, *rest = divided(opening, [*self._visible], self._visible, escaped)
         last = escaped(closing)
         others = [id for text, id in self._visible.items() if text != closing]
-        inside = f"(THOUGHT? {_any(others)})*" if others else '""'
-        end = f"THOUGHT? {_any([self._visible[closing]])}" if closing in self._visible else "closed"
+        inside = f"(THOUGHT? {any_of(others)})*" if others else '""'
+        end = f"THOUGHT? {any_of([self._visible[closing]])}" if closing in self._visible else "closed"
         self._terminals += [
             f"inside: {inside}",
             f"begun: inside {end}",
-            f"thought: {f'/{_SPACES}{first}/ {_sequence(rest)}' if rest else 'opened'} begun",
+            f"thought: {f'/{_SPACES}{first}/ {sequence(rest)}' if rest else 'opened'} begun",
             f"opened[lazy]: /{_SPACES}{first}/",
             f"closed[lazy]: /(?s:.*){last}/",
             f"THOUGHT: /(?s:.+)/ & ~/(?s:.*){last}(?s:.*)/",
@@ -181,7 +181,7 @@ class FreeRules:
         return "begun thought*" if opened else "thought*"
 
 
-def _divided(
+def divided(
     text: str, marks: Collection[str], tokens: Mapping[str, int], plain: Callable[[str], str] = str
 ) -> list[str | int]:
     """A regular expression divided at those of ``marks`` that are ``tokens``: expressions and ids by turns, with an
@@ -199,8 +199,8 @@ def _joined(pieces: Sequence[str | int]) -> str:
     return "".join(map(str, pieces))
 
 
-def _sequence(pieces: Sequence[str | int]) -> str:
-    return " ".join(_any([piece]) if isinstance(piece, int) else f"/{piece}/" for piece in pieces if piece != "")
+def sequence(pieces: Sequence[str | int]) -> str:
+    return " ".join(any_of([piece]) if isinstance(piece, int) else f"/{piece}/" for piece in pieces if piece != "")
 
 
 def _begun(state: _State) -> str:
@@ -208,5 +208,5 @@ def _begun(state: _State) -> str:
     return f" & /{state.begins}(?s:.*)/" if state.begins else ""
 
 
-def _any(ids: Collection[int]) -> str:
+def any_of(ids: Collection[int]) -> str:
     return f"<[{','.join(map(str, ids))}]>"

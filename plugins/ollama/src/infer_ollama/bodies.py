@@ -158,21 +158,22 @@ class Answered(Loading):
         effort = {"reasoning_effort": self.think} if isinstance(self.think, str) else {}
         return dict.fromkeys(("enable_thinking", "thinking"), bool(self.think)) | effort
 
+    def outputs(self) -> StructuredOutputs | None:
+        """The answer's format; None if any text will do."""
+        if isinstance(self.format, dict):
+            return StructuredOutputs(json_schema=self.format)
+        return StructuredOutputs(json_object=True) if self.format else None
+
     def sampling(self, **overrides: Any) -> SamplingParams:
         """The sampling parameters, with ``overrides``. Their ``model_fields_set`` has of the options only those that
         were set."""
         options = self.options
         given = {SAMPLED[own]: getattr(options, own) for own in SAMPLED if own in options.model_fields_set}
-        outputs = None
-        if isinstance(self.format, dict):
-            outputs = StructuredOutputs(json_schema=self.format)
-        elif self.format:
-            outputs = StructuredOutputs(json_object=True)
         fields = {
             "max_tokens": options.num_predict if options.num_predict > 0 else None,
             "seed": None if options.seed == -1 else options.seed,
             "logprobs": self.top_logprobs if self.logprobs else None,
-            "structured_outputs": outputs,
+            "structured_outputs": self.outputs(),
         }
         return SamplingParams(**fields | given | overrides)
 
@@ -219,7 +220,7 @@ class ChatBody(Answered):
     tools: Many[Tool] | None = Field(None, max_length=MAX_TOOLS)
 
     def tool_use(self) -> ToolUse:
-        return ToolUse([tool.shown() for tool in self.tools or ()])
+        return ToolUse([tool.shown() for tool in self.tools or ()], format=self.outputs())
 
     @functools.cached_property
     def history(self) -> tuple[bytes, bool]:

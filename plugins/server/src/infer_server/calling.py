@@ -86,6 +86,45 @@ class Answer(Filter):
             yield piece
 
 
+class Alone:
+    """Reads a text that is calls alone as ``calls`` does, and any other as content."""
+
+    def __init__(self, calls: PartProtocol) -> None:
+        self._calls = calls
+        self._held: list[str] | None = []
+        """The text so far; None once it is known what it is."""
+        self._called = False
+
+    def push(self, text: str) -> Iterator[Piece]:
+        if self._held is not None:
+            self._held.append(text)
+            yield from self._told(self._calls.push(text))
+        elif self._called:
+            yield from self._calls.push(text)
+        else:
+            yield Piece("content", text)
+
+    def flush(self) -> Iterator[Piece]:
+        if self._held is not None:
+            yield from self._told(self._calls.flush())
+        elif self._called:
+            yield from self._calls.flush()
+        if self._held:
+            yield Piece("content", "".join(self._held))
+
+    def _told(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """The pieces, as soon as one tells whether the text is calls."""
+        for piece in pieces:
+            if self._held is not None and piece.kind == "content":
+                if piece.text.strip():
+                    yield Piece("content", "".join(self._held))
+                    self._held = None
+                    return
+            else:
+                self._held, self._called = None, True
+                yield piece
+
+
 class Within(Filter):
     """Reads the content of a part by ``inner``."""
 
@@ -193,22 +232,24 @@ def make_parser(
     *,
     parallel: bool = True,
     forced: bool = False,
+    alone: bool = False,
     tags: ReasoningTags | None = None,
     thinking: bool = False,
     custom: Collection[str] = (),
     exact: bool = False,
 ) -> PartProtocol:
     """The parser of one answer. The answer may call ``tools``, more than once if ``parallel``. ``forced`` means that
-    a schema (``calls_schema``) restricts it to calls; one that is cut off before its arguments is content. The model
-    reasons between ``tags``, if given; ``thinking`` means that the prompt has opened them. ``custom`` are those of
-    the tools that take a text. ``exact`` keeps the whitespace that follows the reasoning."""
+    a schema (``calls_schema``) restricts it to calls; one that is cut off before its arguments is content. ``alone``
+    means that it holds nothing besides calls, or none. The model reasons between ``tags``, if given; ``thinking`` means
+    that the prompt has opened them. ``custom`` are those of the tools that take a text. ``exact`` keeps the whitespace
+    that follows the reasoning."""
     part = read_content(tags, tools)
     if tools and (forced or tool_format is not None):
         if forced:
             # Calls that follow the schema are JSON, whatever the model's own format.
             part = Within(part, Script(functools.partial(listed, tools=tools)))
         elif tool_format is not None and (tags is None or tags.reader is None):
-            part = tool_format.reader(tools)
+            part = Alone(tool_format.reader(tools)) if alone else tool_format.reader(tools)
         part = Answer(part, most=None if parallel else 1)
         part = Inputs(part, custom) if custom else part
     return read_reasoning(part, tags, thinking=thinking, exact=exact)

@@ -170,7 +170,7 @@ class Conversation:
         thinking = tags is not None and opens_reasoning(prompt, tags)
         end = self._tag_tokens[1] if thinking else ()
         outputs = tools.outputs()
-        held = None if outputs is not None or tools.formatted else self._held(tools, opened=thinking and not end)
+        held = None if outputs is not None else self._held(tools, thinking, end)
         if held is not None and tags is not None and tags.reader is not None:
             end = ()  # what holds the reply reads all of it, as the reader does
         overrides = {} if (chosen := outputs or held) is None else {"structured_outputs": chosen}
@@ -202,16 +202,37 @@ class Conversation:
             prompt, params, tools, self.tool_format, tags, thinking, end, tokens, opening=self._opening, steps=steps
         )
 
-    def _held(self, tools: ToolUse, *, opened: bool) -> CallOutputs | None:
-        """What holds calls in a free reply to the grammars of their inputs. None if nothing does: the log says so, if
-        that is because of how the model writes calls. ``opened`` means that the reply begins within reasoning that has
-        no tokens of its own around it."""
-        if not tools.held or self.tool_format is None:
+    def _held(self, tools: ToolUse, thinking: bool, end: Sequence[int]) -> CallOutputs | None:
+        """What holds calls in a free reply to the grammars of their inputs, or a reply to be either calls or what its
+        format says. None if nothing does: the log says so, if that is because of how the model writes calls.
+        ``thinking`` means that the reply begins within reasoning, and ``end`` are the tokens behind which what is held
+        begins, if there are such. Raises RequestError."""
+        either = tools.either
+        if self.tool_format is None or not (either or (tools.held and tools.format is None)):
             return None
         tags = self._served.reasoning
-        forms, around = self.tool_format.forms, None if tags is None else (tags.opening, tags.closing)
+        forms, around, opened = self.tool_format.forms, None if tags is None else tags[:2], thinking and not end
         if tags is not None and tags.reader is not None:
+            if either and end:
+                return None  # calls stand before the channel in which the format applies
             forms, around, opened = tags.forms, None, False
+        if either:
+            if not self.tool_format.syntax or (tags is not None and tags.reader is not None):
+                raise RequestError(
+                    f"A format of the answer cannot be combined with tools that the model may call: no grammar tells "
+                    f"its calls, of model.tool_format = {self.tool_format.name}, from the answer; set tool_choice to "
+                    "none or required, or leave out tools or the format.",
+                    param="tools",
+                )
+            return CallOutputs(
+                kind="either",
+                functions=tools.functions,
+                single=not tools.parallel,
+                answer=tools.format,
+                syntax=self.tool_format.syntax,
+                tags=around,
+                opened=opened,
+            )
         if not forms:
             if self.tool_format.name not in self._told:
                 self._told.add(self.tool_format.name)

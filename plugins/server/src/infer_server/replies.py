@@ -32,8 +32,8 @@ class ToolUse:
     """The names of those that take a text."""
     grammars: Mapping[str, ToolGrammar] = field(default_factory=dict)
     """The grammars of the texts that some of those take, by their names."""
-    formatted: bool = False
-    """Whether the body asks for a format of the reply, which comes before these grammars."""
+    format: StructuredOutputs | None = None
+    """The format of the reply that the body asks for, which comes before these grammars."""
 
     @property
     def whole(self) -> ToolGrammar | None:
@@ -49,6 +49,19 @@ class ToolUse:
         names = [tool["function"]["name"] for tool in may]
         return tuple(self.grammars[name] for name in names if name in self.grammars)
 
+    @property
+    def either(self) -> bool:
+        """Whether the reply is calls alone, or JSON of some schema."""
+        json = self.format is not None and (self.format.json_object or self.format.json_schema is not None)
+        return bool(json and self.offered and self.forced is None)
+
+    @property
+    def functions(self) -> tuple[tuple[str, Any], ...]:
+        """The names of those that the reply may call, with the schemas of their arguments."""
+        may = self.offered if self.forced is None else self.forced
+        named = [(tool["function"]["name"], tool["function"].get("parameters")) for tool in may]
+        return tuple((name, about or {"type": "object"}) for name, about in named)
+
     def outputs(self) -> StructuredOutputs | None:
         """The format of a reply that must call a tool."""
         if self.forced is None:
@@ -56,8 +69,7 @@ class ToolUse:
         if self.whole is not None:
             return CallOutputs(kind="whole", tools=(self.whole,))
         if self.held:
-            named = [(tool["function"]["name"], tool["function"].get("parameters")) for tool in self.forced]
-            functions = tuple((name, about or {"type": "object"}) for name, about in named if name not in self.grammars)
+            functions = tuple(each for each in self.functions if each[0] not in self.grammars)
             return CallOutputs(kind="listed", tools=self.held, functions=functions, single=not self.parallel)
         return StructuredOutputs(json_schema=calls_schema(self.forced, None if self.parallel else 1))
 
@@ -127,6 +139,7 @@ class Reply:
             self.tool_format,
             parallel=self.tools.parallel,
             forced=self.tools.forced is not None,
+            alone=self.tools.either,
             tags=self.tags,
             thinking=self.thinking,
             custom=self.tools.custom,

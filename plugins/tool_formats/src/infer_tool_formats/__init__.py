@@ -36,6 +36,7 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
             "JSON objects between tags (Qwen, Hermes, Command, Apertus, Nemotron Nano, GigaChat)",
             marks=objects.TOKENS,
             forms=(objects.FORM,),
+            syntax=objects.TAGGED_SYNTAX,
             unless=(objects.KEYED,),
         ),
         *(
@@ -45,6 +46,7 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
                 says,
                 marks=xml.TOKENS[name],
                 forms=xml.FORMS.get(name, ()),
+                syntax=xml.SYNTAX.get(name, ()),
             )
             for name, says in xmls.items()
         ),
@@ -55,11 +57,16 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
                 says,
                 marks=sections.TOKENS[name],
                 forms=sections.FORMS[name],
+                syntax=sections.SYNTAX[name],
             )
             for name, says in sectioned.items()
         ),
         ToolFormatRegistration(
-            "action", scripted(objects.announced), "JSON objects behind Action: (Command R)", forms=(objects.FORM,)
+            "action",
+            scripted(objects.announced),
+            "JSON objects behind Action: (Command R)",
+            forms=(objects.FORM,),
+            syntax=(objects.ANNOUNCED_SYNTAX,),
         ),
         ToolFormatRegistration(
             "gemma",
@@ -67,6 +74,7 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
             "objects with tokens around strings (Gemma 4)",
             marks=gemma.TOKENS,
             forms=gemma.FORMS,
+            syntax=gemma.SYNTAX,
         ),
         ToolFormatRegistration(
             "mistral",
@@ -74,6 +82,7 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
             "JSON behind [TOOL_CALLS] (Mistral)",
             marks=mistral.TOKENS,
             forms=mistral.FORMS,
+            syntax=mistral.SYNTAX,
         ),
         ToolFormatRegistration(
             "harmony",
@@ -83,7 +92,12 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
             forms=harmony.FORMS,
         ),
         ToolFormatRegistration(
-            "python", scripted(python.python), "Python's calls (Llama 4, LFM2)", priority=-10, marks=python.TOKENS
+            "python",
+            scripted(python.python),
+            "Python's calls (Llama 4, LFM2)",
+            priority=-10,
+            marks=python.TOKENS,
+            syntax=python.SYNTAX,
         ),
         ToolFormatRegistration(
             "json",
@@ -92,6 +106,7 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
             priority=-20,
             marks=(objects.PYTHON_TAG,),
             forms=(objects.FORM,),
+            syntax=objects.BARE_SYNTAX,
         ),
     ]
 

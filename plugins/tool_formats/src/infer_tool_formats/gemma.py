@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import re
 
-from infer.contracts.text import CallForm, Piece, Tools
+from infer.contracts.text import CallForm, CallSyntax, Piece, Tools
 from infer.text.tool_formats.reader import (
     BLANK,
     SPACE,
@@ -42,6 +42,17 @@ FORMS = tuple(
     )
     for opening, quote in QUOTES.items()
 )
+SYNTAX = tuple(
+    CallSyntax(
+        header=rf"{opening}call:NAME\{{",
+        end=rf"\}}{CLOSINGS[opening]}",
+        arguments=((f"KEY:{quote}", quote), ("KEY:", "")),
+        comma=",",
+        marks=(opening, quote, CLOSINGS[opening]),
+    )
+    for opening, quote in QUOTES.items()
+)
+"""A value that is no string is JSON, which the reader takes, too."""
 _HEADER = re.compile(r"<[|\w]+>\s*call:(?P<name>[\w.-]{1,256})\s*(?=\{)")
 _MARKS = Marks(*QUOTES, *CLOSINGS.values(), *AFTER)
 _NO_KEY = re.compile(r'[:,{}\[\]<"]')

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from infer.contracts.text import CallForm, Piece, Tools
+from infer.contracts.text import CallForm, CallSyntax, Piece, Tools
 from infer.text.tool_formats.reader import SPACE, Marks, Reader, Steps, ahead, arguments, comes, prose, spaces
-from infer_tool_formats.objects import FORM, calls
+from infer_tool_formats.objects import FORM, calls, syntax
 
 MARK = "[TOOL_CALLS]"
 TOKENS = (MARK, "[CALL_ID]", "[ARGS]")
@@ -22,6 +22,7 @@ FORMS = (
         closing=None,
     ),
 )
+SYNTAX = (CallSyntax(header=FORMS[1].header.removesuffix(r"\{")), syntax(r"\[TOOL_CALLS\]", ""))
 
 
 def mistral(reader: Reader, tools: Tools) -> Steps[None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from infer.contracts.text import CallForm, Piece, Tools
+from infer.contracts.text import CallForm, CallSyntax, Piece, Tools
 from infer.text.tool_formats.reader import (
     SPACE,
     Extent,
@@ -75,6 +75,38 @@ FORM = CallForm(
 )
 """An object with its keys in the order in which templates write them. What ``named`` names are other orders, and the
 escapes by which JSON can write the same name."""
+_OBJECT = CallSyntax(
+    header=f"{FORM.header.replace(_S, SPACE)}{SPACE}",
+    end=rf'{SPACE}(,{SPACE}"id"{SPACE}:{SPACE}"{_ID}"{SPACE})?\}}',
+)
+
+
+def syntax(opening: str, closing: str, *, listed: bool = True) -> CallSyntax:
+    """Objects between texts, in a list or one by one."""
+    marks = tuple(re.findall(r"<[^<>]+>", opening + closing))
+    if not listed:
+        return _OBJECT._replace(opening=f"{opening}{SPACE}", closing=f"{SPACE}{closing}", marks=marks)
+    return _OBJECT._replace(
+        opening=rf"{opening}{SPACE}\[{SPACE}",
+        between=f"{SPACE},{SPACE}",
+        closing=rf"{SPACE}\]{SPACE}{closing}",
+        marks=marks,
+    )
+
+
+ANNOUNCED_SYNTAX = syntax(rf"Action:{SPACE}({FENCE}(json)?)?", f"({FENCE})?")
+_ENDS = "<|message_sep|>"
+"""Where an answer may end, so that nothing need come there."""
+BARE_SYNTAX = (CallSyntax(""), CallSyntax("", opening=PYTHON_TAG, marks=(PYTHON_TAG,)))
+TAGGED_SYNTAX = (
+    *(
+        syntax(opening, closing.removesuffix(_ENDS), listed=listed)
+        for opening, closing in TAGS.items()
+        if opening != KEYED
+        for listed in (False, True)
+    ),
+    syntax(KEYED, TAGS[KEYED])._replace(header=rf'\{{{SPACE}"NAME"{SPACE}:{SPACE}', end=rf"{SPACE}\}}"),
+)
 _OPENING = re.compile(r'\{\s*(?:"([^"]*)("?)|(\S))?')
 _NO_LETTER = re.compile(r"[^A-Za-z_]")
 _NO_SEPARATOR = re.compile(r"[^\s,;]")

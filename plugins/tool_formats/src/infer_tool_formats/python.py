@@ -7,8 +7,9 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from infer.contracts.text import Piece, Tools
+from infer.contracts.text import CallSyntax, Piece, Tools
 from infer.text.tool_formats.reader import (
+    SPACE,
     Extent,
     Marks,
     Reader,
@@ -25,6 +26,21 @@ from infer_tool_formats.objects import FENCE
 OPENINGS = ("<|python_start|>", "<|tool_call_start|>", FENCE)
 CLOSINGS = ("<|python_end|>", "<|tool_call_end|>", FENCE)
 TOKENS = tuple(mark for mark in (*OPENINGS, *CLOSINGS) if mark != FENCE)
+SYNTAX = tuple(
+    CallSyntax(
+        header=r"NAME\(",
+        end=r"\)",
+        arguments=((f"KEY{SPACE}={SPACE}", ""),),
+        comma=f"{SPACE},{SPACE}",
+        opening=rf"{opening}\[",
+        between=f"{SPACE},{SPACE}",
+        closing=rf"\]{closing}",
+        marks=TOKENS,
+    )
+    for opening, closing in [("", ""), *zip(OPENINGS, CLOSINGS, strict=True)]
+    if opening != FENCE
+)
+"""Values are JSON, which is Python but for its constants."""
 MOST_CODE = 1 << 17
 """Calls with more characters are not parsed: Python's parser takes a microsecond for each character."""
 CONSTANTS = {"true": True, "false": False, "null": None}

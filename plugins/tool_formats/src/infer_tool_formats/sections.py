@@ -6,7 +6,7 @@ import functools
 import re
 from typing import NamedTuple
 
-from infer.contracts.text import CallForm, Piece, Tools
+from infer.contracts.text import CallForm, CallSyntax, Piece, Tools
 from infer.text.tool_formats.reader import (
     BLANK,
     IN_JSON,
@@ -32,8 +32,8 @@ class Dialect(NamedTuple):
     """All of a call up to its arguments, with the function's ``name``. The match must not depend on how much text
     follows it."""
     end: str
-    dropped: tuple[str, ...]
-    """Other tokens around calls and content, which are dropped."""
+    dropped: tuple[str, str]
+    """Tokens around calls and content, which are dropped."""
 
 
 _ARGUMENTS = r'\s*(?=[{"]|%s)'
@@ -113,6 +113,20 @@ FORMS: dict[str, tuple[CallForm, ...]] = {
     ),
 }
 """DeepSeek's are V3.1's and V3's."""
+SYNTAX = {
+    name: tuple(
+        CallSyntax(
+            header=f"{form.header}{SPACE}{_CODE}",
+            end=f"{SPACE}({FENCE}{SPACE})?{DIALECTS[name].end}",
+            opening=opening,
+            closing="" if name == "solar" else closing,  # its last mark ends the answer
+            marks=(*form.marks, DIALECTS[name].end, opening, closing),
+        )
+        for form in forms
+    )
+    for name, forms in FORMS.items()
+    for opening, closing in [DIALECTS[name].dropped]
+}
 TOKENS: dict[str, tuple[str, ...]] = {
     "deepseek": (*DIALECTS["deepseek"].dropped, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
     "kimi": (

@@ -7,12 +7,12 @@ import ast
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from infer.contracts.text import CallForm, Piece, Tools
+from infer.contracts.text import CallForm, CallSyntax, Piece, Tools
 from infer.text.tool_formats.reader import (
     BLANK,
     LOOK_AHEAD,
@@ -216,6 +216,48 @@ TOKENS: dict[str, tuple[str, ...]] = {
     "kimi3": ("<|open|>", "<|close|>", "<|sep|>"),
 }
 """Those that tags consist of."""
+
+
+def _syntax(name: str, dialect: Dialect, header: str, argument: str) -> Iterator[CallSyntax]:
+    """A dialect's, with and without tags around calls. What begins a call and an argument are regular expressions."""
+    end = dialect.end_argument.format(key="KEY")
+    for opening, closing in [("", ""), *dialect.around.items()]:
+        yield CallSyntax(
+            header=header,
+            end=f"{WHITE}{dialect.end_call}",
+            arguments=((f"{WHITE}{argument}", end),),
+            opening=opening and f"{opening}{WHITE}",
+            closing=closing and f"{WHITE}{closing}",
+            marks=(*TOKENS[name], end.partition("KEY")[0], dialect.end_call, *filter(None, (opening, closing))),
+        )
+
+
+_GLM, _HUNYUAN = DIALECTS["glm"]
+SYNTAX = {
+    "xml": (*_syntax("xml", QWEN, "<function=NAME>", "<parameter=KEY>"),),
+    "glm": (
+        *_syntax("glm", _GLM, f"<tool_call>NAME{WHITE}", f"<arg_key>KEY</arg_key>{WHITE}<arg_value>"),
+        *_syntax(
+            "glm",
+            _HUNYUAN,
+            f"<tool_call:opensource>NAME{WHITE}<tool_sep:opensource>{WHITE}",
+            f"<arg_key:opensource>KEY</arg_key:opensource>{WHITE}<arg_value:opensource>",
+        ),
+    ),
+    "minimax": (
+        *_syntax("minimax", DIALECTS["minimax"][0], '<invoke name="NAME">', '<parameter name="KEY">'),
+        *_syntax("minimax", MINIMAX3, f'{SPACE}<invoke name="NAME">', f"{SPACE}<KEY>"),
+    ),
+    "dsml": (
+        *_syntax(
+            "dsml",
+            DIALECTS["dsml"][0],
+            f'<{DSML}invoke name="NAME">',
+            f'<{DSML}parameter name="KEY" string="(true|false)">',
+        ),
+    ),
+    "minicpm": (*_syntax("minicpm", DIALECTS["minicpm"][0], '<function name="NAME">', '<param name="KEY">'),),
+}
 
 
 def xml(reader: Reader, tools: Tools, name: str) -> Steps[None]:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from infer.contracts.text import CallForm, PartProtocol, Tools
+from infer.contracts.text import CallForm, CallSyntax, PartProtocol, Tools
 from infer.errors import PluginError
 
 log = logging.getLogger(__name__)
@@ -20,6 +20,8 @@ class ToolFormat(NamedTuple):
     reader: Callable[[Tools], PartProtocol]
     forms: tuple[CallForm, ...] = ()
     """The ways to write a call in which the checkpoint may be held to a grammar; none if it cannot be."""
+    syntax: tuple[CallSyntax, ...] = ()
+    """The ways to write an answer that consists of calls; none if no grammar says so."""
 
 
 def recognize(formats: Iterable[ToolFormat], text: str, tools: Tools, call: tuple[str, object]) -> ToolFormat | None:

@@ -139,14 +139,13 @@ class ChatRequest(SamplingBody):
 
     def tool_use(self) -> ToolUse:
         named = isinstance(self.tool_choice, NamedFunction | NamedCustom)
-        grammars = self._grammars
         return ToolUse(
             [tool.shown() for tool in self._offered],
             [tool.shown() for tool in self._possible_tools] if self._forced else None,
             self.parallel_tool_calls and not named,
             {tool.name for tool in self.tools or () if isinstance(tool, CustomTool)},
-            grammars,
-            bool(grammars) and checked(self.outputs, ChatRequest) is not None,
+            self._grammars,
+            checked(self.outputs, ChatRequest),
         )
 
     @property

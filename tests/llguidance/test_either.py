@@ -1,0 +1,117 @@
+"""Grammars of answers that are JSON of some schema or calls: what they let through, and what is read of it."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+from tests.core.text.test_tool_families import FAMILIES, ONE, REASONING, TOOLS, TWO, written
+from tests.llguidance import test_calls
+from tests.llguidance.test_calls import MARKS, Marked, check, matcher, takes
+from tests.server.test_calling import FORMATS
+
+from infer.contracts.params import CallOutputs, StructuredOutputs
+from infer_server.calling import make_parser
+from infer_tool_formats import infer_tool_formats
+
+SYNTAX = {each.name: each.syntax for each in infer_tool_formats() if each.syntax}
+SCHEMA = {
+    "type": "object",
+    "properties": {"verdict": {"enum": ["yes", "no"]}, "why": {"type": "string"}},
+    "required": ["verdict", "why"],
+    "additionalProperties": False,
+}
+ANSWER = json.dumps({"verdict": "yes", "why": "so [x] {"})
+AT = {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"], "additionalProperties": False}
+FUNCTIONS: dict[str, Any] = {"look": AT} | {
+    tool["function"]["name"]: tool["function"]["parameters"] or {"type": "object"} for tool in TOOLS
+}
+CASES = [(name, tokens) for name in FAMILIES if FAMILIES[name].format in SYNTAX for tokens in (True, False)]
+PLAIN = [("weather", {"city": "Rome\n\"IT\", ä€ \\ {<b>} 'x' & </i>\n", "n": -3, "x": 0.5, "days": [1, [2]]})]
+"""Without what Gemma and Python write in another way than JSON does."""
+
+
+def either(format: str, reasoning: str = "think", **how: Any) -> CallOutputs:
+    answer, tags = StructuredOutputs(json_schema=SCHEMA), REASONING[reasoning][:2]
+    given = {"functions": tuple(FUNCTIONS.items()), "answer": answer, "tags": tags} | how
+    return CallOutputs(kind="either", syntax=SYNTAX[format], **given)
+
+
+@functools.cache
+def start(format: str, tokens: bool, reasoning: str = "think", **how: Any) -> tuple[Marked, LLMatcher]:
+    marks = dict.fromkeys([*REASONING[reasoning][:2], *MARKS[format]])
+    tokenizer = Marked(*marks) if tokens else Marked()
+    return tokenizer, matcher(either(format, reasoning, **how), tokenizer)
+
+
+def told(text: str, format: str, reasoning: str = "think", cut: bool = False) -> tuple[str, list[tuple[str, Any]]]:
+    """The content that is read, and the calls."""
+    parser = make_parser(FUNCTIONS, FORMATS[format], alone=True, tags=REASONING[reasoning])
+    content = ""
+    calls: list[list[str]] = []
+    parts: Sequence[str] = list(text) if cut else [text]
+    for piece in [*(piece for part in parts for piece in parser.push(part)), *parser.flush()]:
+        if piece.kind == "content":
+            content += piece.text
+        elif piece.kind == "call":
+            calls.append([piece.text, ""])
+        elif piece.kind == "arguments":
+            calls[-1][1] += piece.text
+    return content, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+@pytest.mark.parametrize(("name", "tokens"), CASES)
+def test_the_format_and_calls_are_let_through_and_read(name: str, tokens: bool) -> None:
+    """Calls as the family's template writes them, behind reasoning and without."""
+    format, source, reasoning = FAMILIES[name]
+    tokenizer, begin = start(format, tokens, reasoning)
+    tags = REASONING[reasoning]
+    several = PLAIN if format in ("gemma", "python") else ONE if name.startswith("GigaChat") else TWO
+    asked: list[list[tuple[str, Any]]] = [[], several, [("clock.now", {})]]
+    for calls in asked:
+        text = written(source, calls).removesuffix("<|tool_response>") if calls else ANSWER
+        for thought in ("", f"{tags.opening}hm{tags.closing}\n\n"):
+            assert takes(begin, tokenizer.encoded(thought + text)) is None, text
+            said = ("" if calls else text, calls)
+            assert told(thought + text, format, reasoning) == told(thought + text, format, reasoning, True) == said
+    for bad in ("Hello", f"So. {text}", f"{text} So.", text.replace("clock", "watch"), f"{ANSWER}{text}", tags[0]):
+        assert takes(begin, tokenizer.encoded(bad)) is not None, bad
+
+
+@pytest.mark.parametrize("format", ["tags", "json", "mistral", "action", "xml"])
+@pytest.mark.parametrize("tokens", [True, False])
+def test_calls_are_held_to_tools_and_their_number(format: str, tokens: bool) -> None:
+    tokenizer, begin = start(format, tokens)
+    _, one = start(format, tokens, single=True)
+    _, within = start(format, tokens, opened=True)
+    for way in test_calls.WAYS[format]:
+        whole, arguments = '{"name": "look", "arguments": {"at": 3}}', '{"at": 3}'
+        call = way.format(name="look", json=arguments, whole=whole, input="3").replace("=input>", "=at>")
+        for text in (call, f"\n\n{call}", f"{call}\n{call}"):
+            assert takes(begin, tokenizer.encoded(text)) is None, text
+            assert told(text, format) == ("", [("look", {"at": 3})] * text.count("look"))
+            assert (takes(one, tokenizer.encoded(text)) is None) == (text != f"{call}\n{call}")
+            assert takes(within, tokenizer.encoded(f"hm</think>\n{text}")) is None
+            assert takes(within, tokenizer.encoded(text)) is not None
+        for text in (call.replace("at", "by"), call.replace("look", "book"), call[:-1]):
+            assert takes(begin, tokenizer.encoded(text)) is not None, text
+
+
+def test_an_answer_that_quotes_a_call_is_no_call() -> None:
+    call = '<tool_call>{"name": "look", "arguments": {"at": 3}}</tool_call>'
+    for quoted in (json.dumps({"verdict": "no", "why": call}), json.dumps([call])):
+        assert told(quoted, "tags") == told(quoted, "tags", cut=True) == (quoted, [])
+
+
+def test_a_fault_is_of_the_format_or_of_the_tools() -> None:
+    nothing = StructuredOutputs(json_schema={"enum": []})
+    fault = check(either("tags", answer=nothing, tags=None), Marked()).fault
+    assert fault is not None
+    assert fault.param is None
+    fault = check(either("tags", functions=(("look", {"type": "thing"}),), tags=None), Marked()).fault
+    assert fault is not None
+    assert (fault.param, "the parameters of the tools" in fault.text) == ("tools", True)
