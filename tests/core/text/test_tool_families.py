@@ -392,6 +392,22 @@ def test_what_a_template_writes_is_read_back(name: str, calls: list[tuple[str, A
 
 
 @each_family
+def test_all_names_that_a_tool_may_have_are_read(name: str) -> None:
+    names = ["a:b", "a-b.c", "a:0", "1", "a__b:c-1.2"]
+    tools = [{"type": "function", "function": {"name": each, "description": "d"}} for each in names]
+    shape = ChatTemplate(FAMILIES[name].template, {})
+    functions = [{"name": each, "arguments": {"x": "y"}} for each in names]
+    made = [{"id": "call00000", "type": "function", "function": function} for function in functions]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": made}]
+    form: dict[str, Any] = {"tools": tools, "add_generation_prompt": False}
+    text = shape.prompt(messages, **form).removeprefix(shape.prompt(messages[:1], **form))
+    for parts in ([text], list(text)):
+        part = make_parser({each: {} for each in names}, FORMATS[FAMILIES[name].format])
+        pieces = [*(piece for each in parts for piece in part.push(each)), *part.flush()]
+        assert [piece.text for piece in pieces if piece.kind == "call"] == names
+
+
+@each_family
 def test_a_call_that_is_cut_off_keeps_what_has_come(name: str) -> None:
     """Whatever has been taken for a call's text stays in its arguments; before that it is content."""
     format, source, _ = FAMILIES[name]

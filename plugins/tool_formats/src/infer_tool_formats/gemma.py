@@ -53,7 +53,7 @@ SYNTAX = tuple(
     for opening, quote in QUOTES.items()
 )
 """A value that is no string is JSON, which the reader takes, too."""
-_HEADER = re.compile(r"<[|\w]+>\s*call:(?P<name>[\w.-]{1,256})\s*(?=\{)")
+_HEADER = re.compile(r"<[|\w]+>\s*call:(?P<name>[\w.:-]{1,256})\s*(?=\{)")
 _MARKS = Marks(*QUOTES, *CLOSINGS.values(), *AFTER)
 _NO_KEY = re.compile(r'[:,{}\[\]<"]')
 _NO_PLAIN = re.compile(r"[,}\]]")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection
-from typing import Any
 
 from infer.contracts.text import CallSyntax, Piece, Tools
 from infer.text.tool_formats.reader import (
@@ -49,7 +47,7 @@ _NO_SEPARATOR = re.compile(r"[^\s,;]")
 
 
 def python(reader: Reader, tools: Tools) -> Steps[None]:
-    """Calls begin on a new line. They are not streamed: each list of calls is parsed once it is complete."""
+    """Calls begin on a new line. They are not streamed: each is parsed once it is complete."""
     names = [f"{name}(" for name in tools]
     marks = Marks(*OPENINGS, "[", *names)
     while (mark := (yield from prose(reader, marks))) is not None:
@@ -63,50 +61,44 @@ def python(reader: Reader, tools: Tools) -> Steps[None]:
                 taken += yield from run(reader, _NO_LETTER)
             taken += yield from spaces(reader)
         listed = bool((yield from comes(reader, "[")))
-        bracket = reader.take(1) + (yield from spaces(reader)) if listed else ""
-        if not (yield from comes(reader, *names)):
-            yield reader.content(taken + bracket)
-            continue
-        code, _ = yield from value(reader, Extent(python=True, depth=int(listed)))
-        calls = _parse(bracket + code, tools)
-        if calls is None:
-            yield reader.content(taken + bracket + code)
-            continue
-        for name, arguments in calls:
-            yield Piece("call", name)
+        taken += reader.take(1) + (yield from spaces(reader)) if listed else ""
+        found = False
+        while name := (yield from comes(reader, *names)):
+            taken += reader.take(len(name) - 1)
+            code, _ = yield from value(reader, Extent(python=True))
+            arguments = _parse(code)
+            if arguments is None:
+                taken += code
+                break
+            yield Piece("call", name[:-1])
             yield Piece("arguments", arguments)
-        yield from run(reader, _NO_SEPARATOR)
+            yield from run(reader, _NO_SEPARATOR)
+            found, taken = True, ""
+        if not found or taken:
+            yield reader.content(taken)
+            continue
+        if listed and (yield from comes(reader, "]")):
+            reader.take(1)
+            yield from run(reader, _NO_SEPARATOR)
         if mark in OPENINGS and (close := (yield from comes(reader, *CLOSINGS))):
             reader.take(len(close))
         reader.tail = ""
 
 
-def _parse(code: str, names: Collection[str]) -> list[tuple[str, str]] | None:
-    """The calls' (name, arguments as JSON); None if the code is anything but calls."""
+def _parse(code: str) -> str | None:
+    """The arguments of a call as JSON, from its parentheses on; None if they are anything but values by keyword."""
     if len(code) > MOST_CODE:
         return None
     try:
-        value = ast.parse(code, mode="eval").body
-        calls = value.elts if isinstance(value, ast.List) else [value]
-        return [_one(call, names) for call in calls]
+        call = ast.parse(f"f{code}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or not all(keyword.arg for keyword in call.keywords):
+            return None
+        visit = _Constants().visit
+        text = dumped({keyword.arg: ast.literal_eval(visit(keyword.value)) for keyword in call.keywords})
+        text.encode()  # raises if there is half a surrogate pair
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
-
-
-def _one(call: ast.expr, names: Collection[str]) -> tuple[str, str]:
-    if not isinstance(call, ast.Call) or call.args:
-        raise ValueError("no call, or not by keyword")
-    name = ast.unparse(call.func)
-    if name not in names:
-        raise ValueError("not a function that is known")
-    arguments: dict[str, Any] = {}
-    for keyword in call.keywords:
-        if keyword.arg is None:
-            raise ValueError("not by keyword")
-        arguments[keyword.arg] = ast.literal_eval(_Constants().visit(keyword.value))
-    text = dumped(arguments)
-    text.encode()  # raises if there is half a surrogate pair
-    return name, text
+    return text
 
 
 class _Constants(ast.NodeTransformer):

@@ -41,7 +41,7 @@ DIALECTS = {
     "deepseek": Dialect(
         "<｜tool▁call▁begin｜>",
         re.compile(
-            r"<｜tool▁call▁begin｜>\s*(?:function<｜tool▁sep｜>(?=[^\n<]*\n))?(?P<name>[\w.-]{1,256})"
+            r"<｜tool▁call▁begin｜>\s*(?:function<｜tool▁sep｜>(?=[^\n<]*\n))?(?P<name>[\w.:-]{1,256})"
             r"\s*(?:<｜tool▁sep｜>\s*|\n\s*)(?:```(?:json)?\s*)?" + _ARGUMENTS % "<｜tool▁call▁end｜>"
         ),
         "<｜tool▁call▁end｜>",
@@ -50,7 +50,7 @@ DIALECTS = {
     "kimi": Dialect(
         "<|tool_call_begin|>",
         re.compile(
-            r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w.-]{1,256})(?::\d{1,9})?\s*"
+            r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w.:-]{1,256}?)(?::\d{1,9})?\s*"
             r"<\|tool_call_argument_begin\|>" + _ARGUMENTS % r"<\|tool_call_end\|>"
         ),
         "<|tool_call_end|>",
@@ -59,7 +59,7 @@ DIALECTS = {
     "solar": Dialect(
         "<|tool_call:begin|>",
         re.compile(
-            r"<\|tool_call:begin\|>[^<]{0,128}<\|tool_call:name\|>\s*(?P<name>[\w.-]{1,256})\s*"
+            r"<\|tool_call:begin\|>[^<]{0,128}<\|tool_call:name\|>\s*(?P<name>[\w.:-]{1,256})\s*"
             r"<\|tool_call:args\|>" + _ARGUMENTS % r"<\|tool_call:end\|>"
         ),
         "<|tool_call:end|>",
