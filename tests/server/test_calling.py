@@ -190,6 +190,13 @@ TEXTS: list[tuple[str, str | None, str, str, list[list[str]]]] = [
         "",
         [["weather", '{"city": "5", "n": "no", "days": null, "extra": "1"}']],
     ),
+    (
+        f"<tool_call>\n{XML.removesuffix('</function>')}</tool_call>\n<tool_call>\n{XML}\n</tool_call>So.",
+        "xml",
+        "So.",
+        "",
+        [["weather", TYPED]] * 2,
+    ),
     ("<function=unknown>x</function>", "xml", "<function=unknown>x</function>", "", []),
     (f"Well.[TOOL_CALLS] [{CALL}]", "mistral", "Well.", "", [["weather", ARGUMENTS]]),
     (

@@ -324,7 +324,7 @@ def _value(reader: Reader, dialect: Dialect, key: str, schema: Schema) -> Steps[
         reader.take(len(opening))
     end = dialect.end_argument.format(key=key)
     ends = Marks(closing + end, end)
-    follow = (dialect.argument, dialect.end_call)
+    follow = (dialect.argument, dialect.end_call, *dialect.around.values())
     string = schema.types == {"string"} or (not schema.types and dialect.nested is None)
     taken: list[str] = []
     if string:
