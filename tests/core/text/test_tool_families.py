@@ -296,6 +296,7 @@ FAMILIES = {
             ),
             macros=MISTRAL,
         ),
+        "mistral",
     ),
     "GigaChat 3": Family(
         "tags",
@@ -463,6 +464,14 @@ def test_what_ends_other_answers_is_not_made_text() -> None:
         "weather",
         WEATHER,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "thought"), [("seed", "<seed:think>\nhm\n</seed:think>"), ("mistral", "[THINK]hm[/THINK]")]
+)
+def test_a_familys_reasoning_is_told_apart(name: str, thought: str) -> None:
+    said = read(list(f"{thought}So."), "xml", REASONING[name])
+    assert said == {"content": "So.", "reasoning": "hm", "calls": []}
 
 
 def test_parts_of_an_argument_may_be_tags() -> None:

@@ -195,7 +195,8 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
         setting="model.reasoning",
         when="by the chat template",
         packages=dict.fromkeys(
-            ("think", "minimax_m3", "hunyuan", "gemma", "command", "apertus", "harmony"), "infer-tool-formats"
+            ("think", "minimax_m3", "hunyuan", "gemma", "command", "apertus", "mistral", "seed", "harmony"),
+            "infer-tool-formats",
         ),
     ),
     "observer": ExtensionPoint(

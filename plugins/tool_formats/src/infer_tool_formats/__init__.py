@@ -126,6 +126,8 @@ def infer_reasoning_formats() -> list[Registration[ReasoningFactory]]:
         "gemma": ("<|channel>thought", "<channel|>", "in the channel thought (Gemma 4)"),
         "command": ("<|START_THINKING|>", "<|END_THINKING|>", "between <|START_THINKING|> tags (Command)"),
         "apertus": ("<|inner_prefix|>", "<|inner_suffix|>", "between <|inner_prefix|> tags (Apertus)"),
+        "mistral": ("[THINK]", "[/THINK]", "between [THINK] tags (Magistral, Ministral 3)"),
+        "seed": ("<seed:think>", "</seed:think>", "between <seed:think> tags (Seed-OSS)"),
     }
     return [
         *(
