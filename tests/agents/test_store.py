@@ -381,6 +381,7 @@ async def test_responses_in_the_background_leave_places_to_others(
             got = [(await server.get(f"/v1/responses/{id}"))[1]["status"] for id in begun]
             assert sorted(got) == ["in_progress", "queued", "queued"]
             assert server.engine_loop.num_open == 1
+            assert (await server.get("/ray/state"))[1]["open"] == 3, "it is not idle between two of them"
         async with asking(server) as client:
             assert [(await _ended(client, id)).status for id in begun] == ["completed"] * 3
 

@@ -49,7 +49,8 @@ class Server:
 
     async def _answer(self, http: web.Request) -> web.StreamResponse:
         if http.path == STATE:
-            return web.json_response({"version": "a.0", "taking": True, "stuck": False, "open": 0})
+            self.machine.polls += 1
+            return web.json_response({"version": "a.0", "taking": True, "stuck": False, "open": self.machine.work})
         self.machine.asked.append((self.name, http.method, http.path, http.headers, await http.read()))
         await self.machine.gate.wait()
         if http.path == "/metrics":
@@ -80,6 +81,8 @@ class Machine:
         self.servers: list[Server] = []
         self.fault: InferError | None = None
         """Why no model can be loaded."""
+        self.work = self.polls = 0
+        """How many requests each process says that it has, and how often it was asked."""
         self.rooms: list[bool] = []
         """What it was told about room for a process that waits."""
 
@@ -479,6 +482,21 @@ async def test_a_server_that_stops_refuses_new_requests_and_answers_those_that_i
         f.machine.gate.set()
         assert (await kept)[1] == {"by": "a"}
         assert len(f.machine.asked) == len(f.machine.loads) == 1
+
+
+async def test_a_server_that_stops_waits_for_what_is_computed_in_the_background(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with stopping(monkeypatch, drain_timeout_s=LIMIT_S) as (f, stop):
+        f.machine.work = 1
+        assert (await f.post("/v1/responses", {"model": "a", "background": True}))[0] == 200
+        stop.set()
+        while (await f.ask("GET", "/ready"))[0] == 200:
+            pass
+        polls = f.machine.polls
+        await until(lambda: f.machine.polls > polls + 2)
+        assert (await f.ask("GET", "/v1/responses/x"))[1] == {"by": "a"}
+        f.machine.work = 0
 
 
 async def test_of_prompts_that_have_one_process_to_go_to_nothing_is_remembered() -> None:

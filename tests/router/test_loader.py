@@ -29,6 +29,7 @@ class Engine:
         self.may_end = asyncio.Event()
         self.may_end.set()
         self.ends = 0
+        self.work = 0
 
     async def wait(self) -> int:
         return await asyncio.shield(self.code)
@@ -67,6 +68,8 @@ class Machine:
         self.expected: list[str] = []
         self.reckoning = 0
         """How many sizes are being told."""
+        self.asked: Counter[str] = Counter()
+        """How often a process was asked what it has to do."""
 
     async def size(self, name: str) -> Mapping[str, Any]:
         self.reckoning += 1
@@ -112,6 +115,11 @@ class Machine:
             assert self.held + self.spare_bytes <= self.memory, f"{sorted(self.live)} leave no room for a process"
             assert None not in self.live.values(), "it takes the processor while a model is loaded"
 
+    async def working(self, name: str) -> int:
+        self.asked[name] += 1
+        engine = self.live.get(name)
+        return engine.work if engine is not None else 0
+
     def engine(self, name: str) -> Engine:
         engine = self.live[name]
         assert engine is not None
@@ -123,7 +131,7 @@ async def loading(machine: Machine, keep_alive_s: float = math.inf, **rules: Any
     keeps = dict.fromkeys(machine.sizes, keep_alive_s)
     given = Rules(machine.memory, keeps, health_s=0.01, backoff_s=0.01, spare_bytes=machine.spare_bytes)
     given = replace(given, sizing_bytes=machine.sizing_bytes, **rules)
-    loader = Loader(machine, given, machine.urls.__setitem__)
+    loader = Loader(machine, given, machine.urls.__setitem__, machine.working)
     owning = asyncio.create_task(loader.run())
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -373,6 +381,35 @@ async def test_a_model_that_nobody_asks_is_let_go_in_time() -> None:
         await until(lambda: state(loader, "a") == "unloaded")
 
 
+async def test_a_model_that_works_in_the_background_is_not_idle() -> None:
+    machine = Machine(a=6, b=6)
+    async with loading(machine, keep_alive_s=0.0) as loader:
+        async with loader.use("a"):
+            engine = machine.engine("a")
+            engine.work = 1
+        await until(lambda: machine.asked["a"] > 1)
+        assert about(loader, "a")["expires_in_s"] is None
+        await used(loader, "a")
+        waiting = asyncio.create_task(used(loader, "b"))
+        await until(lambda: about(loader, "b")["waiting"])
+        asked = machine.asked["a"]
+        await until(lambda: machine.asked["a"] > asked + 2)
+        assert (machine.loads, engine.ends) == ({"a": 1}, 0)
+        engine.work = 0
+        await waiting
+        assert engine.ends == 1
+
+
+async def test_another_makes_room_before_one_that_works_in_the_background() -> None:
+    machine = Machine(a=4, b=4, c=4)
+    async with loading(machine) as loader:
+        async with loader.use("a"):
+            machine.engine("a").work = 1
+        await used(loader, "b")
+        await used(loader, "c")
+        assert machine.live.keys() == {"a", "c"}
+
+
 async def test_one_that_crashes_comes_back_with_the_next_request_and_harms_no_other() -> None:
     machine = Machine(a=4, b=4)
     async with loading(machine) as loader:
@@ -507,7 +544,7 @@ async def test_when_the_task_fails_who_waits_is_told_and_it_is_not_silent() -> N
     def fail(name: str, url: str | None) -> None:
         raise ZeroDivisionError
 
-    loader = Loader(machine, rules, fail)
+    loader = Loader(machine, rules, fail, machine.working)
     owning = asyncio.create_task(loader.run())
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(EngineDeadError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
@@ -22,7 +23,7 @@ from infer_router.console import Console
 from infer_router.durations import MOST_S, keep_alive_s
 from infer_router.exchange import Another
 from infer_router.fleet import Fleet
-from infer_router.ingress import SAMPLING, Ingress, application, merge_metrics
+from infer_router.ingress import SAMPLING, STATE, Ingress, application, merge_metrics
 from infer_router.loader import Loader
 from infer_router.outline import Outgoing, Outline, outgoing, outline_of
 from infer_router.plan import Plan
@@ -75,7 +76,7 @@ class Gateway:
     """Handles all requests of a server of several models. Use it in one event loop, as ``async with``."""
 
     def __init__(self, plan: Plan, server: ServerSettings, loader: Loader, *, poll_s: float = 1.0) -> None:
-        self._plan, self._server, self._loader = plan, server, loader
+        self._plan, self._server, self._loader, self._poll_s = plan, server, loader, poll_s
         self.keys = Keys(server.api_keys)
         self._ingresses = {name: Ingress(Fleet(key=plan.key), server, poll_s=poll_s) for name in plan.engines}
         first = next(iter(self._ingresses.values()))
@@ -101,10 +102,18 @@ class Gateway:
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.gather(*(each.__aexit__(*exc) for each in self._ingresses.values()))
 
+    async def working(self, name: str) -> int:
+        """How many requests a model's process has, those in the background among them; 1 if it does not say."""
+        said = await self._ingresses[name].said(STATE)
+        return sum(json.loads(text)["open"] if text else 1 for _, text in said)
+
     async def drain(self) -> None:
-        """Take no more requests, and wait until those that are here have been answered."""
+        """Take no more requests, and wait until those that are here have been answered and none is left in the
+        background."""
         self.closing = True
         await self._inside.leave()
+        while any(await asyncio.gather(*map(self.working, self._ingresses))):
+            await asyncio.sleep(self._poll_s)
 
     def app(self) -> web.Application:
         app, opened = application(self._server, self._end_connection, self.keys)

@@ -61,6 +61,9 @@ class _Model:
     engine: Engine | None = None
     waiting: dict[_Want, None] = field(default_factory=dict)
     open: int = 0
+    work: int = 0
+    """How many requests its process had when it was last asked whether it may end, as those in the background, which no
+    open request waits for."""
     leaving: bool = False
     """Whether it is to be unloaded once its open requests have ended. Later ones wait."""
     evicted: bool = False
@@ -80,6 +83,10 @@ class _Model:
         return 0 if self.about is None else int(self.about["bytes"])
 
     @property
+    def busy(self) -> bool:
+        return self.open > 0 or self.work > 0
+
+    @property
     def serves(self) -> bool:
         """Whether it takes requests."""
         return self.state == "loaded" and not self.leaving and not self.evicted
@@ -90,10 +97,17 @@ class _Model:
 
 
 class Loader:
-    """``changed`` is told the URL of a model's process, or None when it is not to be asked any more."""
+    """``changed`` is told the URL of a model's process, or None when it is not to be asked any more. ``working`` asks a
+    model's process how many requests it has, those in the background among them."""
 
-    def __init__(self, machine: Machine, rules: Rules, changed: Callable[[str, str | None], None]) -> None:
-        self._machine, self._rules, self._changed = machine, rules, changed
+    def __init__(
+        self,
+        machine: Machine,
+        rules: Rules,
+        changed: Callable[[str, str | None], None],
+        working: Callable[[str], Awaitable[int]],
+    ) -> None:
+        self._machine, self._rules, self._changed, self._working = machine, rules, changed, working
         self._models = {name: _Model(name, keep) for name, keep in rules.keep_alive_s.items()}
         self._inbox: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -128,7 +142,8 @@ class Loader:
         now = time.monotonic()
         found = {}
         for each in self._models.values():
-            expires = each.expires if each.state == "loaded" and each.name not in self._rules.pinned else math.inf
+            stays = each.state != "loaded" or each.work > 0 or each.name in self._rules.pinned
+            expires = math.inf if stays else each.expires
             wakes = each.state in ("unloaded", "failed") and bool(each.waiting)
             found[each.name] = {
                 "name": each.name,
@@ -148,7 +163,7 @@ class Loader:
     def latest(self) -> str | None:
         """The loaded model that was used last."""
         there = [each for each in self._models.values() if each.serves]
-        return max(there, key=lambda each: (each.open > 0, each.used)).name if there else None
+        return max(there, key=lambda each: (each.busy, each.used)).name if there else None
 
     # The task that owns everything
 
@@ -179,7 +194,7 @@ class Loader:
         """When something is due though nothing happens, on the loop's clock."""
         due, now = [math.inf], time.monotonic()
         for each in self._models.values():
-            if each.state == "loaded" and not each.open and each.name not in self._rules.pinned:
+            if each.state == "loaded" and not each.busy and each.name not in self._rules.pinned:
                 due.append(each.expires)
             if (left := self._resting(each, now)) is not None:
                 due.append(now + left)
@@ -277,16 +292,37 @@ class Loader:
         if isinstance(result, Exception):
             raise result
         meant, silent = model.state == "unloading", model.silent
-        model.state, model.engine, model.leaving, model.silent = "unloaded", None, False, False
+        model.state, model.engine, model.leaving, model.silent, model.work = "unloaded", None, False, False, 0
+        self._changed(model.name, None)
         if meant:
             log.info("model %s is unloaded", model.name)
             return
-        self._changed(model.name, None)
         model.problem = "its process did not answer, and was killed" if silent else f"its process {ending(result)}"
         log.error("model %s: %s", model.name, model.problem)
         if time.monotonic() - model.loaded_at > MOST_BACKOFF_S:
             model.failures = 0
         self._back_off(model)
+
+    def _told(self, model: _Model, engine: Engine, work: int | Exception) -> None:
+        """What its process has left to do, which is to end."""
+        if isinstance(work, Exception):
+            raise work
+        if model.engine is not engine or model.state != "unloading":
+            return  # it has ended by itself
+        model.work = work
+        if work:
+            model.state = "loaded"
+        else:
+            self._changed(model.name, None)
+            self._begin(partial(engine.end, END_S), self._done)
+
+    def _worked(self, model: _Model, engine: Engine, work: int) -> None:
+        """What its process still has to do, which was to end before."""
+        if model.engine is engine:
+            model.work = work
+            if not model.busy:
+                model.used = time.monotonic()
+                model.expires = model.used + model.keep_alive_s
 
     def _stuck(self, model: _Model, engine: Engine) -> None:
         """Its process lives and does not answer: who comes now waits for the next one."""
@@ -340,10 +376,9 @@ class Loader:
         now, pinned = time.monotonic(), self._rules.pinned
         for each in self._models.values():
             each.evicted = False
-            if each.state == "loaded" and not each.open:
-                each.leaving = each.leaving or (each.expires <= now and each.name not in pinned)
-                if each.leaving:
-                    self._unload(each)
+            leaves = each.leaving or (each.expires <= now and each.name not in pinned)
+            if each.state == "loaded" and not each.busy and leaves:
+                self._unload(each)
         due = [
             each
             for each in self._models.values()
@@ -404,7 +439,7 @@ class Loader:
             if each.state in HOLDING:
                 leaving = each.state == "unloading" or (each.state == "loaded" and each.leaving)
                 may_leave = each.state == "loaded" and each.name not in pinned
-                there.append(Held(each.name, each.nbytes, each.used, each.open > 0, may_leave, leaving))
+                there.append(Held(each.name, each.nbytes, each.used, each.busy, may_leave, leaving))
         placement = place(model.nbytes, self._rules.memory, there)
         if placement.answer == "load":
             if model.nbytes > self._room:
@@ -417,7 +452,7 @@ class Loader:
         for name in placement.evicted:
             victim = self._models[name]
             victim.evicted = True
-            if not victim.open:
+            if not victim.busy:
                 self._unload(victim)
         if placement.answer == "full":
             return True
@@ -427,11 +462,10 @@ class Loader:
         return False
 
     def _unload(self, model: _Model) -> None:
-        engine = model.engine
-        if engine is not None:
+        """Have its process end, unless that has something left to do: from now on it gets nothing new."""
+        if model.engine is not None:
             model.state = "unloading"
-            self._changed(model.name, None)
-            self._begin(partial(engine.end, END_S), self._done)
+            self._begin(partial(self._working, model.name), partial(self._told, model, model.engine))
 
     # What takes time
 
@@ -447,6 +481,9 @@ class Loader:
             while not (await asyncio.wait((ended,), timeout=self._rules.health_s))[0]:
                 if await engine.healthy():
                     good = time.monotonic()
+                    if model.work:
+                        work = await self._working(model.name)
+                        self._inbox.put_nowait(partial(self._worked, model, engine, work))
                 elif time.monotonic() - good > self._rules.stuck_timeout_s:
                     self._inbox.put_nowait(partial(self._stuck, model, engine))
                     return await ended

@@ -100,7 +100,7 @@ async def gateway(
         spare_bytes=PROCESS_BYTES if plan.router.spare else math.inf,
         sizing_bytes=PROCESS_BYTES,
     )
-    loader = Loader(machine, rules, lambda name, url: made.changed(name, url))
+    loader = Loader(machine, rules, lambda name, url: made.changed(name, url), lambda name: made.working(name))
     made = Gateway(plan, server, loader)
     async with made, listen(made.app(), sockets, server.stall_timeout_s) as url:
         owning = asyncio.create_task(loader.run())

@@ -10,6 +10,7 @@ from aiohttp import web
 from infer.contracts.records import RequestRecord
 from infer.contracts.server import Route
 from infer_router.held import HeldBlocks, from_baggage
+from infer_server.http.access import INSIDE
 from infer_server.service import Service
 
 MOST_ENDED = 4096
@@ -44,7 +45,7 @@ class State:
                 "version": version,
                 "taking": loop.accepting,
                 "stuck": loop.stuck,
-                "open": loop.num_open,
+                "open": max(loop.num_open, http.app[INSIDE].count),  # those that wait for the engine among them
                 "held": held,
                 "forgotten": forgotten,
             }
