@@ -152,6 +152,15 @@ def test_pydantics_types_of_their_own_tell_types(format: str) -> None:
         assert (found["x"], type(found["x"])) == (value, type(value)), kind
 
 
+def test_a_number_without_a_fraction_is_an_integer() -> None:
+    """Where the schema wants one: to JSON schemas, 3.0 is one."""
+    schema = {"properties": {"n": {"type": ["integer", "null"]}, "x": {"type": "number"}, "m": {"type": "integer"}}}
+    given = {"n": "3.0", "x": "3.0", "m": "3.5"}
+    text = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in given.items())
+    found = arguments(f"<tool_call>weather{text}</tool_call>", "glm", schema)
+    assert json.dumps(found) == '{"n": 3, "x": 3.0, "m": "3.5"}'
+
+
 TYPES: list[tuple[Any, set[str]]] = [
     ({}, set()),
     (True, set()),

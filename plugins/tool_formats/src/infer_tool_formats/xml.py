@@ -372,6 +372,8 @@ def typed(text: str, schema: Schema) -> Any:
         value = _parsed(text)
     except ValueError:
         return text
+    if isinstance(value, float) and value.is_integer() and names & {"integer", "number"} == {"integer"}:
+        value = int(value)  # to JSON schemas, 3.0 is an integer
     kinds = tuple(kind for name in names for kind in TYPES.get(name, ()))
     fits = isinstance(value, kinds) and not (isinstance(value, bool) and "boolean" not in names)
     return value if fits else text
