@@ -22,13 +22,14 @@ from infer.errors import EngineDeadError, InferError
 from infer_router import serve
 from infer_router.exchange import MOST_LOST
 from infer_router.gateway import Gateway
-from infer_router.ingress import STATE
+from infer_router.ingress import FORMATS, STATE
 from infer_router.plan import Plan
 from infer_router.serve import gateway
 from infer_router.settings import RouterSettings
 from infer_router.sizes import PROCESS_BYTES
+from infer_server.http.errors import error_body
 from infer_server.http.sockets import bind, listen
-from infer_server.http.wire import SHUTTING_DOWN
+from infer_server.http.wire import OPENAI, SHUTTING_DOWN
 
 LIMIT_S = 60.0
 KEY = "the key of the processes"
@@ -52,6 +53,12 @@ class Server:
             self.machine.polls += 1
             return web.json_response({"version": "a.0", "taking": True, "stuck": False, "open": self.machine.work})
         self.machine.asked.append((self.name, http.method, http.path, http.headers, await http.read()))
+        if http.headers.get("Accept") == "text/event-stream":
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(http)
+            await response.write(b'data: {"type": "begun"}\n\n')
+            await self.machine.gate.wait()
+            return response
         await self.machine.gate.wait()
         if http.path == "/metrics":
             return web.Response(text="# TYPE x counter\nx 1\n")
@@ -497,6 +504,30 @@ async def test_a_server_that_stops_waits_for_what_is_computed_in_the_background(
         await until(lambda: f.machine.polls > polls + 2)
         assert (await f.ask("GET", "/v1/responses/x"))[1] == {"by": "a"}
         f.machine.work = 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_what_is_not_done_when_a_server_stops_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """As a server of one model writes it."""
+    async with stopping(monkeypatch, drain_timeout_s=0) as (f, stop):
+        f.machine.gate.clear()
+        asked = {"model": "a", "prompt": "x"}
+        whole = asyncio.create_task(f.post(path, asked))
+        await until(lambda: f.machine.asked)
+        headers = {"Accept": "text/event-stream"}
+        stream = asyncio.create_task(f.post(path, asked, headers=headers))
+        await until(lambda: len(f.machine.asked) == 2)
+        stop.set()
+        status, said, _ = await whole
+        assert (status, said["error"]["message"]) == (503, SHUTTING_DOWN)
+        status, said, _ = await stream
+        written = FORMATS.get(path, OPENAI)
+        error = written.failure(error_body(SHUTTING_DOWN, "server_error"))
+        assert status == 200
+        assert said.endswith((written.head(error) + f"data: {json.dumps(error)}\n\n".encode() + written.DONE).decode())
+        f.machine.gate.set()
 
 
 async def test_of_prompts_that_have_one_process_to_go_to_nothing_is_remembered() -> None:

@@ -100,7 +100,11 @@ class Asker(Protocol):
     @property
     def session(self) -> aiohttp.ClientSession: ...
     def asking(self, name: str) -> AbstractAsyncContextManager[None]:
-        """While a replica is asked. Raises LostError if it leaves, or no longer gets on."""
+        """While a replica is asked. Raises LostError if it leaves, or no longer gets on, or what ``check`` raises."""
+        ...
+
+    def check(self) -> None:
+        """Raises EngineDeadError once answers are not to go on."""
         ...
 
 
@@ -129,6 +133,20 @@ class Exchange:
         self._stall_s = ingress.server.stall_timeout_s
 
     async def run(self) -> web.StreamResponse:
+        """The whole answer. What goes wrong before it begins is raised; later it is the answer's last event."""
+        try:
+            return await self._answered()
+        except LeftError:
+            raise ConnectionResetError("the client has left") from None
+        except Exception as error:
+            if self._response is None or not self._response.prepared:
+                raise
+            if isinstance(error, InferError):
+                return await self._fail(str(error))
+            log.exception("a stream failed")  # its status is sent, so that it cannot become an error's
+            return await self._fail("The ingress failed in the middle of the answer; its log says how.")
+
+    async def _answered(self) -> web.StreamResponse:
         ingress, fleet = self._ingress, self._ingress.fleet
         without: set[str] = set()
         refused: _Refused | None = None
@@ -139,12 +157,7 @@ class Exchange:
                 if refused is not None and self._response is None:
                     return web.Response(status=refused.status, headers=refused.headers, body=refused.body)
                 deadline = deadline or time.monotonic() + RESUME_S
-                try:
-                    await self._later(deadline)
-                except InferError as error:
-                    if self._response is None:
-                        raise
-                    return await self._fail(str(error))
+                await self._later(deadline)
                 without.clear()
                 continue
             name, deadline = choice.replica, 0.0
@@ -162,30 +175,20 @@ class Exchange:
                 self._lost += not isinstance(error, NOT_REACHED)
                 if self._lost >= MOST_LOST:
                     message = f"{MOST_LOST} replicas were lost while they answered this; no other is asked."
-                    if self._response is None:
-                        raise EngineDeadError(message) from None
-                    return await self._fail(message)
+                    raise EngineDeadError(message) from None
                 if self._response is None:
                     ingress.counts.retried += 1
                 elif self._outgoing.seeded and self._streamed and self._client_stream.known:
                     ingress.counts.resumed += 1
                 else:
-                    return await self._fail(
-                        "The replica that answered was lost in the middle of its answer; try again."
-                    )
+                    message = "The replica that answered was lost in the middle of its answer; try again."
+                    raise EngineDeadError(message) from None
                 continue
-            except LeftError:
-                raise ConnectionResetError("the client has left") from None
             except DivergedError:
-                return await self._fail(
+                raise EngineDeadError(
                     "The replica that answered was lost, and another gives another answer to the same request; do they "
                     "run on different hardware or settings?"
-                )
-            except Exception:
-                if self._response is None or not self._response.prepared:
-                    raise
-                log.exception("a stream failed")  # its status is sent, so that it cannot become an error's
-                return await self._fail("The ingress failed in the middle of the answer; its log says how.")
+                ) from None
             finally:
                 fleet.router.end(begun)
             if not isinstance(done, _Refused):
@@ -201,6 +204,7 @@ class Exchange:
         """Wait until something about the replicas changes. Raises InferError if there is nothing to wait for, or the
         time is over."""
         fleet = self._ingress.fleet
+        self._ingress.check()
         if self._another is not None and not fleet.urls:
             return await self._another()
         if self._response is None and self._another is None:

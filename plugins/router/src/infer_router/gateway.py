@@ -115,6 +115,11 @@ class Gateway:
         while any(await asyncio.gather(*map(self.working, self._ingresses))):
             await asyncio.sleep(self._poll_s)
 
+    def end(self) -> None:
+        """Have the answers that are under way end with an error each. Their models are not loaded any more."""
+        for each in self._ingresses.values():
+            each.end()
+
     def app(self) -> web.Application:
         app, opened = application(self._server, self._end_connection, self.keys)
         app.middlewares.append(self._inside.middleware)

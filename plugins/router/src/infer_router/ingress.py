@@ -18,6 +18,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from infer.contracts.sections import ServerSettings
+from infer.errors import EngineDeadError
 from infer_router.exchange import HOPS, Another, Counts, Exchange, LostError
 from infer_router.fleet import Fleet
 from infer_router.held import with_blocks
@@ -28,7 +29,7 @@ from infer_server.http.errors import errors, expected
 from infer_server.http.keys import OWNER, Keys
 from infer_server.http.listing import VERSION
 from infer_server.http.sockets import listen
-from infer_server.http.wire import OPENAI, WIRE_FORMATS, Anthropic, NumberedEvents, Ollama
+from infer_server.http.wire import OPENAI, SHUTTING_DOWN, WIRE_FORMATS, Anthropic, NumberedEvents, Ollama
 
 SAMPLING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 """The endpoints whose answers are drawn, and may be streamed and gone on with elsewhere."""
@@ -64,6 +65,7 @@ class Ingress:
         """How many requests are being answered."""
         self.closing = False
         """Whether connections end with the answer that is under way on them."""
+        self._over = False
         self.server = server
         self.keys = Keys(server.api_keys)
         self._poll_s = poll_s
@@ -205,7 +207,7 @@ class Ingress:
 
     @asynccontextmanager
     async def asking(self, name: str) -> AsyncIterator[None]:
-        """While a replica is asked. Raises LostError if it leaves, or no longer gets on."""
+        """While a replica is asked. Raises LostError if it leaves, or no longer gets on, or what ``check`` raises."""
         try:
             async with asyncio.timeout(None) as asking:
                 self._asking.setdefault(name, set()).add(asking)
@@ -216,7 +218,18 @@ class Ingress:
         except TimeoutError:
             if not asking.expired():
                 raise
+            self.check()
             raise LostError("it has left, or it is stuck") from None
+
+    def check(self) -> None:
+        """Raises EngineDeadError once answers are not to go on."""
+        if self._over:
+            raise EngineDeadError(SHUTTING_DOWN)
+
+    def end(self) -> None:
+        """Have the answers that are under way end with an error each."""
+        self._over = True
+        self.fleet.update({})
 
     # How replicas are
 

@@ -109,6 +109,7 @@ async def gateway(
         finally:
             owning.cancel()
             await asyncio.wait((owning,))
+            made.end()
     if not owning.cancelled() and (error := owning.exception()) is not None:
         log.error("the task that owns the models has failed", exc_info=error)
         raise EngineDeadError(
