@@ -421,6 +421,21 @@ async def test_a_request_that_ends_every_process_ends_no_more_than_a_few() -> No
         assert (status, f"{MOST_LOST} replicas were lost" in said["error"]["message"]) == (503, True)
 
 
+async def test_who_finds_a_process_that_hangs_waits_until_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer_router.exchange.RESUME_S", 0)
+    async with front(THREE, stuck_timeout_s=LIMIT_S) as f:
+        await f.post("/v1/completions", {"model": "a", "prompt": "x"})
+        fleet = f.made._ingresses["a"].fleet
+        monkeypatch.setattr(fleet, "report", lambda name, state: None)
+        fleet.suspect("a-1")
+        waiting = asyncio.create_task(f.post("/v1/completions", {"model": "a", "prompt": "x"}))
+        while (await f.ask("GET", "/v1/models/a"))[1]["open"] == 0 and not waiting.done():
+            pass
+        await f.machine.servers[0].die(9)
+        assert (await waiting)[:2] == (200, {"by": "a"})
+        assert f.machine.loads == ["a", "a"]
+
+
 async def test_what_asks_no_model_waits_for_none() -> None:
     async with front(THREE) as f:
         await f.post("/v1/completions", {"model": "a", "prompt": "x"})

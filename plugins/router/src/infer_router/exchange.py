@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 STREAMS = {each.CONTENT_TYPE: each for each in (OPENAI, Ollama())}
 """How streams are written, by media type, as far as an ingress looks into them."""
 RESUME_S = 60.0
-"""How long a stream that has begun waits for another replica, and so does whoever is patient while one is suspected."""
+"""How long a stream that has begun waits for another replica, and so does whoever is patient while one is suspected, at
+least (``Asker.patience_s``)."""
 MOST_LOST = 3
 """How many replicas may be lost in a row while they answer a request that gets nowhere: it may be what ends them."""
 MOST_REFUSED = 3
@@ -99,6 +100,11 @@ class Asker(Protocol):
     def server(self) -> ServerSettings: ...
     @property
     def session(self) -> aiohttp.ClientSession: ...
+    @property
+    def patience_s(self) -> float:
+        """After how many seconds a replica that does not answer has been replaced at the latest."""
+        ...
+
     def asking(self, name: str) -> AbstractAsyncContextManager[None]:
         """While a replica is asked. Raises LostError if it leaves, or no longer gets on, or what ``check`` raises."""
         ...
@@ -156,7 +162,7 @@ class Exchange:
             if choice is None:
                 if refused is not None and self._response is None:
                     return web.Response(status=refused.status, headers=refused.headers, body=refused.body)
-                deadline = deadline or time.monotonic() + RESUME_S
+                deadline = deadline or time.monotonic() + max(RESUME_S, ingress.patience_s)
                 await self._later(deadline)
                 without.clear()
                 continue

@@ -23,7 +23,7 @@ from infer_router.console import Console
 from infer_router.durations import MOST_S, keep_alive_s
 from infer_router.exchange import Another
 from infer_router.fleet import Fleet
-from infer_router.ingress import SAMPLING, STATE, Ingress, application, merge_metrics
+from infer_router.ingress import CONNECT_S, MOST_SILENT, SAMPLING, STATE, Ingress, application, merge_metrics
 from infer_router.loader import Loader
 from infer_router.outline import Outgoing, Outline, outgoing, outline_of
 from infer_router.plan import Plan
@@ -78,7 +78,10 @@ class Gateway:
     def __init__(self, plan: Plan, server: ServerSettings, loader: Loader, *, poll_s: float = 1.0) -> None:
         self._plan, self._server, self._loader, self._poll_s = plan, server, loader, poll_s
         self.keys = Keys(server.api_keys)
-        self._ingresses = {name: Ingress(Fleet(key=plan.key), server, poll_s=poll_s) for name in plan.engines}
+        patience_s = plan.router.stuck_timeout_s + MOST_SILENT * (poll_s + CONNECT_S)
+        self._ingresses = {
+            name: Ingress(Fleet(key=plan.key), server, poll_s=poll_s, patience_s=patience_s) for name in plan.engines
+        }
         first = next(iter(self._ingresses.values()))
         self._reader, self._budget = first.reader, first.budget
         for each in self._ingresses.values():

@@ -58,8 +58,9 @@ KEPT_BACK = HOPS | {"host", "authorization", "content-length", "cookie", "expect
 class Ingress:
     """Handles all requests. Use it in one event loop, as ``async with``."""
 
-    def __init__(self, fleet: Fleet, server: ServerSettings, *, poll_s: float = 1.0) -> None:
+    def __init__(self, fleet: Fleet, server: ServerSettings, *, poll_s: float = 1.0, patience_s: float = 0.0) -> None:
         self.fleet = fleet
+        self.patience_s = patience_s
         self.counts = Counts()
         self.open = 0
         """How many requests are being answered."""
