@@ -16,13 +16,15 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, file_download
 from tests.formats.gguf.files import write_gguf
-from tests.hub import Hub, serving
+from tests.hub import COMMIT, Hub, serving
 from tests.models.checkpoints import write_checkpoint
 
 from infer.assemble import identity
+from infer.assemble.blueprint import Blueprint
 from infer.commands.cli import main
 from infer.errors import InferError
 from infer.plugins.discovery import Plugins
+from infer.settings import load_settings
 from infer_router import cached
 from infer_server.http.fetching import NoServerError
 from infer_testing import tiny_checkpoint
@@ -202,6 +204,36 @@ def test_offline_the_cache_has_it_or_not(cache: Path, checkpoints: Path, said: S
     assert "HF_HUB_OFFLINE is set, so the hub has not been asked for a newer one." in said()
     assert main(["pull", "org/single:q4_0"]) == 2
     assert "it is not wholly in the cache and HF_HUB_OFFLINE is set: go online" in said()
+
+
+@pytest.mark.parametrize("lacking", ["config.json", "model.safetensors", "m-00002-of-00002.safetensors"])
+def test_what_is_cached_in_part_is_not_cached(
+    lacking: str, hub: Hub, cache: Path, checkpoints: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where sizes are looked up before a load nor, offline, where it is loaded."""
+    held = read(checkpoints / "org/plain")
+    if "-of-" in lacking:
+        held["m-00001-of-00002.safetensors"] = held["model.safetensors"]
+        parts = {"a": "m-00001-of-00002.safetensors", "b": lacking}
+        held["model.safetensors.index.json"] = json.dumps({"weight_map": parts}).encode()
+        del held["model.safetensors"]
+    lay(cache, "org/plain", {COMMIT: {name: content for name, content in held.items() if name != lacking}})
+    settings = load_settings(PLUGINS, env={}, overrides={"model": {"path": "org/plain"}}, read_file=False).settings
+    blueprint = Blueprint(settings, PLUGINS, outlines=cache.parent / "outlines")
+    assert blueprint.checkpoint.path == cache.parent / "outlines/org/plain"
+    blueprint.weights.sketch(blueprint.context)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert main(["pull", "org/plain"]) == 2
+    assert f"it is not wholly in the cache, which lacks {lacking}, and HF_HUB_OFFLINE is set: go online" in said()
+
+
+def test_of_files_that_are_models_others_may_be_cached(
+    cache: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    lay(cache, "org/single", {A: {"m-Q8_0.gguf": b"eight"}})
+    assert main(["pull", "org/single:q4_0"]) == 2
+    assert "it is not wholly in the cache, which lacks q4_0, and HF_HUB_OFFLINE is set: go online" in said()
 
 
 def test_what_is_no_model_of_the_hub_is_not_downloaded(cache: Path, checkpoints: Path, said: Said) -> None:

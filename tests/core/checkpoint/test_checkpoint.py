@@ -22,8 +22,8 @@ from torch import Tensor
 
 from infer import LLM
 from infer.checkpoint import Checkpoint, Folder, Outlines, dummy_tensors, tensor_files, tensors
+from infer.checkpoint.files import INDEX, SINGLE
 from infer.checkpoint.locate import locate as locate_path
-from infer.checkpoint.tensors import INDEX, SINGLE
 from infer.errors import MAX_MESSAGE, CheckpointError, PluginError
 from infer.plugins.discovery import Plugins
 

@@ -7,8 +7,10 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from infer.errors import CheckpointError
+from infer.errors import CheckpointError, installing
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf")
 MAX_NAME = 255
 """Bytes of a file's name that systems allow."""
 
@@ -48,3 +50,26 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} holds a JSON {type(value).__name__} instead of an object.")
     return value
+
+
+def shards(folder: Path) -> dict[str, set[str] | None]:
+    """The names of a folder's safetensors files, be they there or not, each with the names of tensors that the index
+    lists for it; None if there is no index. Raises CheckpointError."""
+    if (folder / SINGLE).exists():
+        return {SINGLE: None}
+    if not (folder / INDEX).exists():
+        others = sorted(f.name for f in folder.iterdir() if f.suffix in OTHER_FORMATS)
+        but = f"; it has {others[0]}, but infer reads safetensors only" if others else ""
+        but += f", and GGUF by {installing('infer-formats')}" if others[:1] and others[0].endswith(".gguf") else ""
+        raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}{but}.")
+    weight_map = read_json(folder, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / INDEX} has no weight_map.")
+    files: dict[str, set[str] | None] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not names_file(file):
+            raise CheckpointError(f"{folder / INDEX} puts {name!r} in {file!r}, which is not a file's name.")
+        names = files.setdefault(file, set())
+        assert names is not None
+        names.add(name)
+    return files

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infer.checkpoint.files import names_file
+from infer.checkpoint.files import INDEX, SINGLE, names_file, shards
 from infer.errors import CheckpointError, installing
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def download(
             f"{path!r} is a file of {id}, which no installed plugin reads: {installing('infer-formats')}."
         )
     import huggingface_hub  # imported late: it takes long, and local folders do not need it
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     where = id if revision is None else f"{id} at revision {revision}"
 
@@ -104,9 +104,15 @@ def download(
         patterns = {"allow_patterns": name.wanted, "ignore_patterns": name.unwanted}
         return Path(huggingface_hub.snapshot_download(id, revision=revision, **patterns | options))
 
+    lacking: str | None = None
+    offline = constants.HF_HUB_OFFLINE
     try:
         try:
             folder = fetched(local_files_only=outlines is not None)
+            if offline or outlines is not None:  # otherwise, what is not there is not on the hub either
+                lacking = _lacking(folder, name, suffixes)
+            if lacking:
+                raise errors.LocalEntryNotFoundError(lacking)
         except errors.LocalEntryNotFoundError:
             if outlines is None:
                 raise
@@ -130,10 +136,11 @@ def download(
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         raise CheckpointError(f"{tried}, and the hub has no {where} that this HF_TOKEN may read.") from error
     except errors.LocalEntryNotFoundError as error:
-        why = "HF_HUB_OFFLINE is set" if huggingface_hub.constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+        but = f", which lacks {lacking}," if lacking else ""
         raise CheckpointError(
-            f"{tried}, and as a hub id it is not wholly in the cache and {why}: go online, or run hf download {id} "
-            "where that can be done and give the folder of what it downloads."
+            f"{tried}, and as a hub id it is not wholly in the cache{but} and {why}: go online, or run hf download "
+            f"{id} where that can be done and give the folder of what it downloads."
         ) from error
     except errors.NotASafetensorsRepoError as error:
         raise CheckpointError(
@@ -144,7 +151,7 @@ def download(
         # Where the library is not Python, an error is its text alone.
         if outlines is None and (getattr(error, "errno", None) in FULL or os.strerror(errno.ENOSPC) in str(error)):
             raise CheckpointError(
-                f"{where} cannot be downloaded: {huggingface_hub.constants.HF_HUB_CACHE} has no room for it. Make "
+                f"{where} cannot be downloaded: {constants.HF_HUB_CACHE} has no room for it. Make "
                 "room (infer models --cached lists what is there, infer rm removes it), or set HF_HOME to a folder on "
                 "another disk, and try again: files that are whole already are kept."
             ) from error
@@ -156,14 +163,28 @@ def download(
                 f"name of one to model.path, as in {id}:Q4_K_M or {id}/FILE.gguf."
             )
         return folder
-    held = sorted(f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file())
-    found = name.among(held)
+    found = name.among(_files(folder))
     if len(found) != 1:
         what = f"has several files of that kind ({', '.join(found)})" if found else "has no such file"
         raise CheckpointError(
             f"{path!r}: the hub's {where} {what}; give the name of one, as in {id}/FILE{suffixes[0]}."
         )
     return folder / found[0]
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+
+
+def _lacking(folder: Path, name: HubName, suffixes: Sequence[str]) -> str | None:
+    """A file that a folder of the hub's cache lacks of what is meant, as after a download that was cut off; None if it
+    has all, as far as its own files tell. Raises CheckpointError."""
+    if name.one_file:
+        return None if name.among(_files(folder)) else name.file or name.tag
+    needed = ["config.json"]
+    if not any(file.name.lower().endswith(tuple(suffixes)) for file in folder.iterdir()):  # which would be the weights
+        needed += shards(folder) if (folder / INDEX).exists() else [SINGLE]
+    return next((each for each in needed if not (folder / each).exists()), None)
 
 
 def _outline(folder: Path, name: str, metadata: SafetensorsFileMetadata) -> None:

@@ -13,13 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from infer.checkpoint.files import names_file, read_json, regular
+from infer.checkpoint.files import INDEX, regular, shards
 from infer.contracts.weights import TensorFilesProtocol, WeightFormatProtocol
-from infer.errors import CheckpointError, InferError, installing
+from infer.errors import CheckpointError, InferError
 from infer.weight import Weight
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf")
 DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -104,7 +102,7 @@ class PlainFormat:
 def tensor_files(folder: Path) -> TensorFiles:
     """The tensors of a folder. Opens all files and compares their tensors' names with the index; raises
     CheckpointError."""
-    files = _shards(folder)
+    files = shards(folder)
     listed = set().union(*(names or () for names in files.values()))
     held: dict[str, list[str]] = {}
     for file, names in files.items():
@@ -179,28 +177,6 @@ def dummy_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> 
         numel = torch.Size(shape).numel()
         values = period.roll(zlib.crc32(name.encode()) % DUMMY_PERIOD)
         yield name, values.repeat(-(-numel // DUMMY_PERIOD))[:numel].view(shape)
-
-
-def _shards(folder: Path) -> dict[str, set[str] | None]:
-    """The safetensors files, each with the names that the index lists for it; None if there is no index."""
-    if (folder / SINGLE).exists():
-        return {SINGLE: None}
-    if not (folder / INDEX).exists():
-        others = sorted(f.name for f in folder.iterdir() if f.suffix in OTHER_FORMATS)
-        but = f"; it has {others[0]}, but infer reads safetensors only" if others else ""
-        but += f", and GGUF by {installing('infer-formats')}" if others[:1] and others[0].endswith(".gguf") else ""
-        raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}{but}.")
-    weight_map = read_json(folder, INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder / INDEX} has no weight_map.")
-    shards: dict[str, set[str] | None] = {}
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not names_file(file):
-            raise CheckpointError(f"{folder / INDEX} puts {name!r} in {file!r}, which is not a file's name.")
-        names = shards.setdefault(file, set())
-        assert names is not None
-        names.add(name)
-    return shards
 
 
 def _open(file: Path) -> Any:
