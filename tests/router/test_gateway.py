@@ -539,7 +539,7 @@ async def test_what_is_not_done_when_a_server_stops_ends_with_an_error(
         assert (status, said["error"]["message"]) == (503, SHUTTING_DOWN)
         status, said, _ = await stream
         written = FORMATS.get(path, OPENAI)
-        error = written.failure(error_body(SHUTTING_DOWN, "server_error"))
+        error = written.numbered(written.failure(error_body(SHUTTING_DOWN, "server_error")), 1)
         assert status == 200
         assert said.endswith((written.head(error) + f"data: {json.dumps(error)}\n\n".encode() + written.DONE).decode())
         f.machine.gate.set()
