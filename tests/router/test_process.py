@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -16,14 +17,16 @@ from tests.serving import HANG_S, holding, serving
 
 from infer_router.process import FAULT, Process, _engine, ending, main
 from infer_server.http.sockets import bind
+from infer_server.http.wire import SHUTTING_DOWN
 
-SETTINGS = {"server": {"port": 0, "access_log": False, "drain_timeout_s": HANG_S}}
+SETTINGS = {"server": {"port": 0, "access_log": False}}
 ROUTER = {"balance": 1.25, "slack": 4, "most_blocks": 1024}
 
 
 @contextmanager
-def ingress(**replicas: Any) -> Iterator[tuple[Process, str]]:
-    process = Process("ingress", {"settings": SETTINGS, "router": ROUTER, "key": None})
+def ingress(*, drain_timeout_s: float = HANG_S, **replicas: Any) -> Iterator[tuple[Process, str]]:
+    settings = {"server": SETTINGS["server"] | {"drain_timeout_s": drain_timeout_s}}
+    process = Process("ingress", {"settings": settings, "router": ROUTER, "key": None})
     try:
         process.send({"replicas": replicas})
         yield process, process.ready()
@@ -49,6 +52,20 @@ async def test_an_ingress_that_ends_finishes_its_streams_and_leaves_the_port_to_
                     other.listen()
                     other.close()
             assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        assert process._process.wait(HANG_S) == 0
+
+
+@pytest.mark.slow
+async def test_a_stream_that_an_ingress_cuts_when_it_ends_says_so() -> None:
+    with serving() as engine, ingress(drain_timeout_s=0, r={"url": engine.url}) as (process, url):
+        body = {"prompt": "def ", "max_tokens": 60, "ignore_eos": True, "stream": True}
+        async with aiohttp.ClientSession() as session, asyncio.timeout(HANG_S):
+            with holding(20):
+                response = await session.post(url + "/v1/completions", json=body)
+                await response.content.readany()
+                _signal(process)
+                *_, error, done, _ = (await response.read()).split(b"\n\n")
+        assert (json.loads(error.removeprefix(b"data: "))["error"]["message"], done) == (SHUTTING_DOWN, b"data: [DONE]")
         assert process._process.wait(HANG_S) == 0
 
 

@@ -245,6 +245,7 @@ async def _serve(first: Mapping[str, Any], source: IO[str], settings: Any) -> No
         deadline = time.monotonic() + settings.server.drain_timeout_s
         while ingress.open and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
+        ingress.end()
 
 
 def _settings(first: Mapping[str, Any], plugins: Any) -> Any:
