@@ -35,9 +35,9 @@ from tests.conformance.expected import runs  # noqa: E402
 from tests.test_rooms import ABOVE, ONLY, PLUGINS, ROOMS, SERVER, TEXT  # noqa: E402
 
 from infer.cache import BlockManager  # noqa: E402
-from infer.commands import COMMANDS  # noqa: E402
 from infer.commands.arguments import PLAIN_PARAMS  # noqa: E402
 from infer.commands.doctor import Doctor, warnings_noted  # noqa: E402
+from infer.commands.own import COMMANDS  # noqa: E402
 from infer.contracts.sections import Settings  # noqa: E402
 from infer.errors import INDEXED  # noqa: E402
 from infer.plugins.discovery import Plugins  # noqa: E402

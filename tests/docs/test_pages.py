@@ -95,7 +95,7 @@ def imagined(error: InferError) -> bool:
 def test_commands_have_the_options_and_settings_that_are_shown(plugins: Plugins) -> None:
     """Of every page, whether a test runs its commands or not."""
     registrations: list[Any] = [offer.registration for offer in plugins.offers["command"]]
-    parser = _parser(registrations)
+    parser = _parser(registrations, {})
     wrong, seen = [], set()
     for page in PAGES.values():
         for block in page.blocks:

@@ -107,7 +107,7 @@ def run(*words: str) -> int:
     registered = lambda: [KernelsRegistration("mine", lambda device, settings: Blind(), "mine")]  # noqa: E731
     plugins = Plugins.discover([SimpleNamespace(INFER_PLUGIN_API=2, infer_kernels=hookimpl(registered))])
     loaded = load_settings(plugins, env={}, read_file=False)
-    args = _parser([check.COMMAND]).parse_args(["check", *words])
+    args = _parser([check.COMMAND], {}).parse_args(["check", *words])
     return check.run(args, CommandContext(loaded.settings, loaded.sources, plugins, ()))
 
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from infer.commands import COMMANDS, cli
-from infer.commands.cli import ELSEWHERE, _parser, main
+from infer.commands import cli
+from infer.commands.cli import _parser, main
 from infer.errors import InferError
+from infer.plugins.commands import LISTED
 from infer.plugins.discovery import Plugins
-from infer.plugins.extension_points import EXTENSION_POINTS
 from infer.plugins.inspection import SPECS
 from infer.settings import load_settings
 from infer_bench.timeline import new_timeline
@@ -112,7 +112,7 @@ def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(args: list[str],
 
 
 def test_plain_names_are_settings(tmp_path: Path) -> None:
-    args = _parser([SERVE]).parse_args(
+    args = _parser([SERVE], {}).parse_args(
         ["serve", "demo", "--port", "0", "--host", "::1", "--api-key", "a,b", "--max-model-len", "64"]
     )
     loaded = load_settings(Plugins.discover(), argv=args.plain_settings, env={}, read_file=False).settings
@@ -128,30 +128,43 @@ def test_plain_names_are_settings(tmp_path: Path) -> None:
 def test_help_lists_the_commands_of_our_packages_that_are_installed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offers = Plugins.discover().offers["command"]
-    ours = {
-        offer.name: offer for offer in offers if offer.distribution in EXTENSION_POINTS["command"].packages.values()
-    }
-    assert {name: offer.registration.description for name, offer in ours.items()} == ELSEWHERE
-    assert {name: offer.distribution for name, offer in ours.items()} == EXTENSION_POINTS["command"].packages
+    packages = {package for package, _ in LISTED.values()}
+    offers = [each for each in Plugins.discover().offers["command"] if each.distribution in packages]
+    assert {each.name: (each.distribution, each.registration.description) for each in offers} == LISTED
 
-    def listed(*args: str) -> list[str]:
+    def listed() -> set[str]:
         with pytest.raises(SystemExit, match="0"):
-            main([*args, "--help"])
-        return re.findall(r"^    (\w+) ", capsys.readouterr().out, re.M)
+            main(["--help"])
+        return {*re.findall(r"^    (\w+) ", capsys.readouterr().out, re.M)}
 
-    assert [*sorted(ELSEWHERE)] == sorted(set(listed()) - {command.name for command in COMMANDS})
+    assert listed() == {*LISTED}
     found = metadata.distributions
     monkeypatch.setattr(cli, "distributions", lambda name: () if name == "infer-bench" else found(name=name))
-    assert {*ELSEWHERE} - {*listed()} == {"bench", "demo", "simulate", "tune"}
+    assert {*LISTED} - listed() == {"bench", "demo", "simulate", "tune"}
 
 
-def test_help_imports_no_torch() -> None:
-    """It takes a second, and whoever asks for help waits for it."""
-    code = "import sys; from infer.commands.cli import _parser, _elsewhere\n"
-    code += "_parser(others=_elsewhere()).format_help(); print('torch' in sys.modules)"
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["--log.level", "debug"], "the following arguments are required: COMMAND"),
+        (["--foo", "serve"], "unrecognized arguments: --foo"),
+        (["--", "serve"], ""),
+    ],
+)
+def test_words_that_begin_with_no_command_are_said(words: list[str], said: str, tmp_path: Path) -> None:
+    done = infer(*words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"infer: {said}")
+    assert "`infer --help`" in done.stderr
+
+
+def test_a_list_of_commands_needs_nothing_of_what_they_do() -> None:
+    """Whoever asks for it waits for what is imported: pydantic takes longer than all that is needed."""
+    code = "import sys; from infer.commands.cli import main\n"
+    code += "try: main(['--help'])\nexcept SystemExit: print({'torch', 'pydantic', 'pluggy'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert done.stdout.endswith("set()\n")
 
 
 @pytest.mark.parametrize(("call", "frozen"), [("main()", True), ("main(['plugins'])", False)])

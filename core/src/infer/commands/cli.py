@@ -1,4 +1,5 @@
-"""The command line: finds the command, parses its arguments, and runs it."""
+"""The command line: finds the command, parses its arguments, and runs it. What a list of the commands does not need is
+imported late."""
 
 from __future__ import annotations
 
@@ -10,42 +11,30 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import distributions, version
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from infer.commands import COMMANDS
-from infer.contracts.command import CommandContext, CommandRegistration
 from infer.errors import InferError, PluginError, SettingsError, one_line
-from infer.plugins.discovery import Offer, Plugins, advice
-from infer.plugins.extension_points import EXTENSION_POINTS
-from infer.settings import arguments, describe_schema, load_settings, meant, schema, split_arguments
+from infer.plugins.commands import LISTED
+
+if TYPE_CHECKING:
+    from infer.contracts.command import CommandRegistration
+    from infer.plugins.discovery import Offer, Plugins
 
 log = logging.getLogger(__name__)
 
 SETTINGS = "Any setting can be given as --section.key value; `infer settings` lists them."
 
-ELSEWHERE: Mapping[str, str] = {
-    "serve": "serve the model over HTTP",
-    "launch": "start a coding agent that uses a server of infer",
-    "models": "show the models of a running server, and their states",
-    "pull": "download a model from the hub, and say whether it fits",
-    "rm": "remove models from the hub's cache",
-    "ray": "serve by many engines at once, on this machine or a Ray cluster",
-    "cache": "list or remove what cache.paged.disk keeps",
-    "bench": "measure the workloads over HTTP",
-    "demo": "print a timeline of steps, chunked prefill on and off side by side",
-    "simulate": "play workloads without a model, on a clock of its own",
-    "tune": "find batch, chunk and budget for latency goals, by simulation",
-    "check": "try what a plugin's contract promises on an installed part",
-    "new": "write a plugin's package, with a test",
-}
-"""What the commands of our other packages do, in their own words, for a list of commands that loads no plugin."""
+LISTING = ("-h", "--help", "--version")
+"""What is answered with no command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit code: 0 for success, 1 for failed work, 2 for an error that the user can fix."""
-    settings_argv, rest = split_arguments(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
     try:
-        return _run(settings_argv, rest, own=argv is None)
+        if not words or words[0] in LISTING:
+            _overview(words[:1])
+        return _run(words, own=argv is None)
     except InferError as error:
         print(f"infer: {error}", file=sys.stderr)
         return error.exit_code
@@ -57,19 +46,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _run(settings_argv: Sequence[str], rest: Sequence[str], *, own: bool) -> int:
+def _run(words: Sequence[str], *, own: bool) -> int:
     """Run a command, in a process that is its ``own`` or somebody else's."""
+    from infer.commands.own import COMMANDS
+    from infer.contracts.command import CommandContext
+    from infer.plugins.discovery import Plugins
+    from infer.settings import arguments, load_settings, split_arguments
+
+    settings_argv, rest = split_arguments(words)
     commands, plugins = {command.name: command for command in COMMANDS}, None
     if rest and not rest[0].startswith("-") and rest[0] not in commands:
         # Load plugins only if needed, because it takes as long as importing torch.
         plugins = Plugins.discover()
         commands[rest[0]] = _command(plugins, rest[0]).registration
+    if not rest or rest[0] not in commands:
+        _overview(rest)
     passed_on: Sequence[str] = ()
-    if rest and rest[0] in commands and commands[rest[0]].passes_on and "--" in rest:
+    if commands[rest[0]].passes_on and "--" in rest:
         end = [*rest].index("--")
         rest, passed_on = rest[:end], rest[end + 1 :]
-    others = None if rest and rest[0] in commands else _elsewhere()
-    args, unknown = _parser(commands.values(), others).parse_known_args(rest, argparse.Namespace(passed_on=passed_on))
+    args, unknown = _parser(commands.values(), {}).parse_known_args(rest, argparse.Namespace(passed_on=passed_on))
     plugins = plugins or Plugins.discover()
     if own:
         gc.freeze()  # what is imported stays, and no collection needs to look through it
@@ -79,10 +75,10 @@ def _run(settings_argv: Sequence[str], rest: Sequence[str], *, own: bool) -> int
     plain = getattr(args, "plain_settings", ())
     if twice := sorted({key for key, *_ in arguments(settings_argv)} & {key for key, *_ in arguments(plain)}):
         raise SettingsError(f"{twice[0]} is given twice, as --{twice[0]} and by another argument; leave one out.")
-    words = (*settings_argv, *plain)
-    loaded = load_settings(plugins, file=args.settings, argv=words)
+    given = (*settings_argv, *plain)
+    loaded = load_settings(plugins, file=args.settings, argv=given)
     loaded.settings.log.begin()
-    context = CommandContext(loaded.settings, loaded.sources, plugins, words)
+    context = CommandContext(loaded.settings, loaded.sources, plugins, given)
     try:
         code = offer.registration.factory(args, context)
     except (InferError, BrokenPipeError):
@@ -99,6 +95,8 @@ def _run(settings_argv: Sequence[str], rest: Sequence[str], *, own: bool) -> int
 
 def _not_understood(word: str, args: argparse.Namespace, plugins: Plugins) -> str:
     """The sentence about an argument that a command does not have."""
+    from infer.settings import describe_schema, meant, schema
+
     word = word.partition("=")[0]  # what comes after it may be a secret
     hint, name = "", word.replace("_", "-")
     if name.startswith("--"):
@@ -113,6 +111,8 @@ def _not_understood(word: str, args: argparse.Namespace, plugins: Plugins) -> st
 def _command(plugins: Plugins, name: str) -> Offer:
     """The offer of a command. Raises SettingsError if there is none, and PluginError if more than one plugin offers
     it."""
+    from infer.plugins.discovery import advice
+
     there = sorted({offer.name for offer in plugins.offers["command"]})
     if name not in there:
         raise SettingsError(
@@ -126,18 +126,20 @@ class _Arguments(argparse.ArgumentParser):
     """Faults are errors like any other: one sentence."""
 
     def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"{self.prog}: {message}. `{self.prog} --help` shows how it is used.")
+        whose = f"{self.prog}: " if " " in self.prog else ""
+        raise SettingsError(f"{whose}{message}. `{self.prog} --help` shows how it is used.")
 
 
-def _elsewhere() -> dict[str, str]:
-    """The commands of our other packages that are installed, and what they do."""
-    packages = EXTENSION_POINTS["command"].packages
-    return {name: text for name, text in ELSEWHERE.items() if next(iter(distributions(name=packages[name])), None)}
+def _overview(words: Sequence[str]) -> NoReturn:
+    """Answer words that begin with no command: with a list of the commands of our packages that are installed, or with
+    what is wrong. Raises SettingsError."""
+    there = {package for package, _ in LISTED.values() if next(iter(distributions(name=package)), None)}
+    _parser((), {name: text for name, (package, text) in LISTED.items() if package in there}).parse_args(words)
+    raise SettingsError("The command comes first. `infer --help` lists them.")
 
 
-def _parser(
-    commands: Iterable[CommandRegistration] = COMMANDS, others: Mapping[str, str] | None = None
-) -> argparse.ArgumentParser:
+def _parser(commands: Iterable[CommandRegistration], listed: Mapping[str, str]) -> argparse.ArgumentParser:
+    """A parser of these commands, and of the names of those that are ``listed``."""
     parser = _Arguments(
         prog="infer",
         description="LLM inference whose every backend is a plugin.",
@@ -155,8 +157,8 @@ def _parser(
         if command.add_arguments is not None:
             command.add_arguments(sub)
         sub.set_defaults(infer_options=[*sub._option_string_actions])
-    for name, text in (others or {}).items():
-        subparsers.add_parser(name, help=text)  # for the list alone: what it takes is known once its plugin is loaded
+    for name, text in listed.items():
+        subparsers.add_parser(name, help=text)  # for the list alone: what it takes is known once it is loaded
     return parser
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from infer.checkpoint.folder import Folder
 from infer.checkpoint.locate import FOLDER
 from infer.checkpoint.tensors import PlainFormat
-from infer.commands import COMMANDS
+from infer.commands.own import COMMANDS
 from infer.contracts.command import CommandRegistration
 from infer.contracts.kernels import KernelsRegistration
 from infer.contracts.registration import hookimpl

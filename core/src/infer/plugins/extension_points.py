@@ -26,6 +26,7 @@ from infer.contracts.weights import (
     WeightFormatProtocol,
     WeightFormatRegistration,
 )
+from infer.plugins.commands import LISTED
 
 ANY = "*"
 """What a registration names that suits all."""
@@ -222,14 +223,6 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
         "infer_commands",
         None,
         CommandRegistration,
-        packages={
-            **dict.fromkeys(("bench", "demo", "simulate", "tune"), "infer-bench"),
-            **dict.fromkeys(("check", "new"), "infer-testing"),
-            "cache": "infer-cache-paged",
-            "launch": "infer-agents",
-            **dict.fromkeys(("models", "pull", "rm"), "infer-router"),
-            "ray": "infer-ray",
-            "serve": "infer-server",
-        },
+        packages={name: package for name, (package, _) in LISTED.items() if package != "infer-core"},
     ),
 }
