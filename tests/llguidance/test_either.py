@@ -115,3 +115,19 @@ def test_a_fault_is_of_the_format_or_of_the_tools() -> None:
     fault = check(either("tags", functions=(("look", {"type": "thing"}),), tags=None), Marked()).fault
     assert fault is not None
     assert (fault.param, "the parameters of the tools" in fault.text) == ("tools", True)
+
+
+@pytest.mark.parametrize("format", ["tags", "json", "gemma", "python"])
+def test_json_in_calls_has_bounded_space_and_schemas_of_any_keywords(format: str) -> None:
+    schema = AT | {"properties": {"at": {"type": "array", "uniqueItems": True, "items": {"format": "uint32"}}}}
+    tokenizer = Marked()
+    begin = matcher(either(format, functions=(("look", schema),)), tokenizer)
+    begun = {
+        "tags": '<tool_call>{"name": "look", "arguments": {"at": [',
+        "json": '{"name": "look", "arguments": {"at": [',
+        "gemma": "<|tool_call>call:look{at:[",
+        "python": "[look(at=[",
+    }
+    for blanks in (30, 99):
+        ids = tokenizer.encoded(begun[format] + " " * blanks)
+        assert begin.deep_copy().try_consume_tokens(ids) == len(begun[format]) + min(blanks, 40)

@@ -19,7 +19,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from infer.contracts.grammar import MASK_SECONDS, MAX_CHARS, TOO_SLOW, Bits, Checked, Fault, Vocabulary
 from infer.contracts.params import CallOutputs, StructuredOutputs
 from infer_llguidance import calls
-from infer_llguidance.calls import WHITESPACE, ToolGrammarError
+from infer_llguidance.calls import ToolGrammarError
+from infer_llguidance.either_rules import WHITESPACE
 
 FORCED = 64
 """A new grammar is checked by following it through at most this many tokens, as long as only one token is allowed. It

@@ -18,15 +18,12 @@ from infer.contracts.grammar import Fault
 from infer.contracts.params import CallOutputs, ToolGrammar
 from infer.contracts.text import CallForm, CallSyntax
 from infer.text.tool_formats.reader import SPACE
-from infer_llguidance.either_rules import EitherRules
+from infer_llguidance.either_rules import EitherRules, spaced
 from infer_llguidance.free_rules import FreeRules
 from infer_llguidance.lark import bounded, escaped, quoted
 
 PREFIX = '{"calls": '
 """How the source of such a grammar begins."""
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-"""Whitespace between the parts of a JSON text: enough for indentation, but bounded, so that an answer cannot go on with
-whitespace for ever."""
 _LISTED = (rf'\{{{SPACE}"input"{SPACE}:{SPACE}"', rf'"{SPACE}\}}{SPACE}\}}', None)
 """What stands around the input of a call in a list."""
 
@@ -119,26 +116,18 @@ def _listed(tools: Sequence[ToolGrammar], own: Sequence[str], functions: Sequenc
 
     parts = {f"part-{i}": _part(tool, own[i], *_LISTED) for i, tool in enumerate(tools)}
     calls = [f"{header(tool.name)} @{part}" for tool, part in zip(tools, parts, strict=True)]
-    calls += [rf"{header(name)} %json {json.dumps(_spaced(schema))} /{SPACE}\}}/" for name, schema in functions]
+    calls += [rf"{header(name)} %json {json.dumps(spaced(schema))} /{SPACE}\}}/" for name, schema in functions]
     more = "" if single else f"(/{SPACE},{SPACE}/ call)*"
     start = rf"start: /{SPACE}\[{SPACE}/ call {more} /{SPACE}\]{SPACE}/"
     return _grammars("\n".join([start, f"call: {' | '.join(calls)}"]), parts)
 
 
 def _either(spec: Mapping[str, Any], added: Added) -> str:
-    functions = [(name, _spaced(schema, lenient=True)) for name, schema in spec["functions"]]
-    rules = EitherRules(functions, added.visible, added.hidden)
+    rules = EitherRules(spec["functions"], added.visible, added.hidden)
     syntax = [CallSyntax(*each) for each in spec["syntax"]]
     (answer,) = spec["answer"]["grammars"]
     how = {"opened": spec["opened"], "single": spec["single"]}
     return _grammars("\n".join(rules.lines(answer["json_schema"], syntax, spec["tags"], **how)))
-
-
-def _spaced(schema: Any, **options: bool) -> Any:
-    """The schema with bounded white space between the parts of a text that fits it, and other ``options``."""
-    given = schema.get("x-guidance", {})
-    how = {"whitespace_pattern": WHITESPACE, **options}
-    return schema | {"x-guidance": how | given if isinstance(given, dict) else given}
 
 
 def _free(tools: Sequence[ToolGrammar], own: Sequence[str], spec: Mapping[str, Any], added: Added) -> str:

@@ -16,6 +16,9 @@ from infer.text.tool_formats.reader import SPACE
 from infer_llguidance.free_rules import any_of, divided, sequence
 from infer_llguidance.lark import escaped
 
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+"""Whitespace between the parts of a JSON text: enough for indentation, but bounded, so that an answer cannot go on with
+whitespace for ever."""
 ANY_KEY = r"[^\s<>\[\](){}=:,\x22\x27\x2f]{1,64}"
 """The name of an argument of a function whose schema names none."""
 _ESCAPED = re.compile(r"\\.")
@@ -43,7 +46,7 @@ class EitherRules:
         """The rules of an answer of the schema ``answer``, or with calls, only one if ``single``. It may begin with
         reasoning between ``tags``, or within it."""
         section = self._rule(*(self._section(each, single) for each in syntax))
-        either = f"({_json(answer)} | blank? {section} {'' if single else f'(blank? {section})*'})"
+        either = f"(%json {json.dumps(answer)} | blank? {section} {'' if single else f'(blank? {section})*'})"
         if tags is not None:
             opening, closing = tags
             thought = f"{self._until([closing], closing)} blank?"
@@ -132,4 +135,12 @@ def _object(name: str, key: str, schema: Any) -> dict[str, Any]:
 
 
 def _json(schema: Any) -> str:
-    return f"%json {json.dumps(schema)}"
+    """JSON in a call. What llguidance does not know in a schema does not bind it."""
+    return f"%json {json.dumps(spaced(schema, lenient=True))}"
+
+
+def spaced(schema: Any, **options: bool) -> Any:
+    """The schema with bounded white space between the parts of a text that fits it, and other ``options``."""
+    given = schema.get("x-guidance", {})
+    how = {"whitespace_pattern": WHITESPACE, **options}
+    return schema | {"x-guidance": how | given if isinstance(given, dict) else given}
