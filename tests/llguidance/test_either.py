@@ -15,6 +15,7 @@ from tests.llguidance.test_calls import MARKS, Marked, check, matcher, takes
 from tests.server.test_calling import FORMATS
 
 from infer.contracts.params import CallOutputs, StructuredOutputs
+from infer_llguidance.calls import blamed
 from infer_server.calling import make_parser
 from infer_tool_formats import infer_tool_formats
 
@@ -112,9 +113,9 @@ def test_a_fault_is_of_the_format_or_of_the_tools() -> None:
     fault = check(either("tags", answer=nothing, tags=None), Marked()).fault
     assert fault is not None
     assert fault.param is None
-    fault = check(either("tags", functions=(("look", {"type": "thing"}),), tags=None), Marked()).fault
-    assert fault is not None
-    assert (fault.param, "the parameters of the tools" in fault.text) == ("tools", True)
+    large = Marked().backend.source(either("tags"))
+    fault = blamed(large, "it is too large", lambda source: None)
+    assert (fault.param, "the parameters of the tools in its calls: it" in fault.text) == ("tools", True)
 
 
 @pytest.mark.parametrize("format", ["tags", "json", "gemma", "python"])
@@ -131,3 +132,19 @@ def test_json_in_calls_has_bounded_space_and_schemas_of_any_keywords(format: str
     for blanks in (30, 99):
         ids = tokenizer.encoded(begun[format] + " " * blanks)
         assert begin.deep_copy().try_consume_tokens(ids) == len(begun[format]) + min(blanks, 40)
+
+
+@pytest.mark.parametrize("format", ["tags", "json", "mistral"])
+def test_a_tool_whose_schema_cannot_be_compiled_may_be_called(format: str) -> None:
+    """With an object. Other tools are held to theirs."""
+    lookahead = {"type": "object", "properties": {"at": {"type": "string", "pattern": "^(?!x)"}}}
+    unknown = {"type": "OBJECT", "properties": {"at": {"$ref": "#/components/At"}}}
+    functions = {"a": lookahead, "b": unknown, "c": {"properties": {}}, "look": AT}
+    tokenizer = Marked()
+    begin = matcher(either(format, functions=tuple(functions.items())), tokenizer)
+    (way, *_) = test_calls.WAYS[format]
+    for name in functions:
+        for arguments, fits in (('{"at": "y"}', name != "look"), ("3", False), ("[]", False)):
+            whole = f'{{"name": "{name}", "arguments": {arguments}}}'
+            call = way.format(name=name, json=arguments, whole=whole)
+            assert (takes(begin, tokenizer.encoded(call)) is None) == fits, call

@@ -123,11 +123,21 @@ def _listed(tools: Sequence[ToolGrammar], own: Sequence[str], functions: Sequenc
 
 
 def _either(spec: Mapping[str, Any], added: Added) -> str:
-    rules = EitherRules(spec["functions"], added.visible, added.hidden)
-    syntax = [CallSyntax(*each) for each in spec["syntax"]]
+    syntax, functions = [CallSyntax(*each) for each in spec["syntax"]], spec["functions"]
+    if not all(each.arguments for each in syntax):
+        functions = [(name, _known(schema)) for name, schema in functions]
+    rules = EitherRules(functions, added.visible, added.hidden)
     (answer,) = spec["answer"]["grammars"]
     how = {"opened": spec["opened"], "single": spec["single"]}
     return _grammars("\n".join(rules.lines(answer["json_schema"], syntax, spec["tags"], **how)))
+
+
+def _known(schema: Any) -> Any:
+    """A schema of arguments, which are an object; only that if llguidance cannot compile it, as free calls of such a
+    tool are taken, too."""
+    schema = {"type": "object"} | schema
+    source = json.dumps({"grammars": [{"json_schema": spaced(schema, lenient=True)}]})
+    return {"type": "object"} if LLMatcher.validate_grammar(source) else schema
 
 
 def _free(tools: Sequence[ToolGrammar], own: Sequence[str], spec: Mapping[str, Any], added: Added) -> str:
