@@ -148,3 +148,30 @@ def test_a_tool_whose_schema_cannot_be_compiled_may_be_called(format: str) -> No
             whole = f'{{"name": "{name}", "arguments": {arguments}}}'
             call = way.format(name=name, json=arguments, whole=whole)
             assert (takes(begin, tokenizer.encoded(call)) is None) == fits, call
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "good", "bad"),
+    [
+        (
+            "kimi",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
+            '{"at": 3}<|tool_call_end|><|tool_calls_section_end|>',
+            '{"at"',
+            '```json\n{"at"',
+        ),
+        (
+            "solar",
+            '<|tool_calls|><|tool_call:begin|>a<|tool_call:name|>look<|tool_call:args|>{"at": 3}<|tool_call:end|>',
+            '{"at"',
+            '```json\n{"at"',
+        ),
+        ("action", 'Action: ```json\n[{"tool_name": "look", "parameters": {"at": 3}}]\n```', "```json", ""),
+        ("glm", "<tool_call>clock.now<arg_key>at</arg_key><arg_value>3</arg_value></tool_call>", "at<", "a\x1et<"),
+    ],
+)
+def test_what_is_not_read_as_a_call_is_not_let_through(format: str, text: str, good: str, bad: str) -> None:
+    tokenizer, begin = start(format, True)
+    assert takes(begin, tokenizer.encoded(text)) is None
+    assert len(told(text, format)[1]) == 1
+    assert takes(begin, tokenizer.encoded(text.replace(good, bad))) is not None

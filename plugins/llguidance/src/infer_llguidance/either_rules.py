@@ -19,7 +19,7 @@ from infer_llguidance.lark import escaped
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 """Whitespace between the parts of a JSON text: enough for indentation, but bounded, so that an answer cannot go on with
 whitespace for ever."""
-ANY_KEY = r"[^\s<>\[\](){}=:,\x22\x27\x2f]{1,64}"
+ANY_KEY = r"[^\s\x00-\x1f<>\[\](){}=:,\x22\x27\x2f]{1,64}"
 """The name of an argument of a function whose schema names none."""
 _ESCAPED = re.compile(r"\\.")
 _SIGN = re.compile(r"(?<!\\)/|\n")

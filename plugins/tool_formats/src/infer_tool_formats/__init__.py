@@ -66,7 +66,7 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
             scripted(objects.announced),
             "JSON objects behind Action: (Command R)",
             forms=(objects.FORM,),
-            syntax=(objects.ANNOUNCED_SYNTAX,),
+            syntax=objects.ANNOUNCED_SYNTAX,
         ),
         ToolFormatRegistration(
             "gemma",

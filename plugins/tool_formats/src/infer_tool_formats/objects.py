@@ -94,7 +94,7 @@ def syntax(opening: str, closing: str, *, listed: bool = True) -> CallSyntax:
     )
 
 
-ANNOUNCED_SYNTAX = syntax(rf"Action:{SPACE}({FENCE}(json)?)?", f"({FENCE})?")
+ANNOUNCED_SYNTAX = (syntax(rf"Action:{SPACE}{FENCE}(json)?", f"({FENCE})?"), syntax("Action:", ""))
 _ENDS = "<|message_sep|>"
 """Where an answer may end, so that nothing need come there."""
 BARE_SYNTAX = (CallSyntax(""), CallSyntax("", opening=PYTHON_TAG, marks=(PYTHON_TAG,)))

@@ -116,7 +116,7 @@ FORMS: dict[str, tuple[CallForm, ...]] = {
 SYNTAX = {
     name: tuple(
         CallSyntax(
-            header=f"{form.header}{SPACE}{_CODE}",
+            header=f"{form.header}{SPACE}{_CODE if name == 'deepseek' else ''}",
             end=f"{SPACE}({FENCE}{SPACE})?{DIALECTS[name].end}",
             opening=opening,
             closing="" if name == "solar" else closing,  # its last mark ends the answer
