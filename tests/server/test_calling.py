@@ -169,6 +169,13 @@ TEXTS: list[tuple[str, str | None, str, str, list[list[str]]]] = [
         [["weather", '{"city": ")"}'], ["clock.now", "{}"]],
     ),
     ("<|python_start|>[weather(sure=true)]<|python_end|>", "python", "", "", [["weather", '{"sure": true}']]),
+    (
+        r"""[weather(from="a=1", x-y='b="', n=1, n =2, city="\ud83d\ude00")]""",
+        "python",
+        "",
+        "",
+        [["weather", '{"from": "a=1", "x-y": "b=\\"", "n": 2, "city": "😀"}']],
+    ),
     ("weather is fine", "python", "weather is fine", "", []),
     ("[weather(city=where())]", "python", "[weather(city=where())]", "", []),
     ("```python\nprint(1)\n```", "python", "```python\nprint(1)\n```", "", []),

@@ -42,6 +42,11 @@ SYNTAX = tuple(
 MOST_CODE = 1 << 17
 """Calls with more characters are not parsed: Python's parser takes a microsecond for each character."""
 CONSTANTS = {"true": True, "false": False, "null": None}
+_NAME = re.compile(
+    r"""(?s)(\"{3}|'{3}).*?\1|"(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?|"""
+    r"""(?<=[(,\s])(?P<name>[^\s"'()\[\]{}=,:]+)(?=\s*=)"""
+)
+"""The name of an argument, which need not be one in Python (``from``), or a string, in which there is none."""
 _NO_LETTER = re.compile(r"[^A-Za-z_]")
 _NO_SEPARATOR = re.compile(r"[^\s,;]")
 
@@ -89,13 +94,23 @@ def _parse(code: str) -> str | None:
     """The arguments of a call as JSON, from its parentheses on; None if they are anything but values by keyword."""
     if len(code) > MOST_CODE:
         return None
+    names: list[str] = []
+
+    def named(found: re.Match[str]) -> str:
+        if found["name"] is None:
+            return found[0]
+        names.append(found["name"])
+        return f"a{len(names) - 1}"
+
+    code = _NAME.sub(named, code)
     try:
         call = ast.parse(f"f{code}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not all(keyword.arg for keyword in call.keywords):
             return None
         visit = _Constants().visit
-        text = dumped({keyword.arg: ast.literal_eval(visit(keyword.value)) for keyword in call.keywords})
-        text.encode()  # raises if there is half a surrogate pair
+        given = {names[int(str(each.arg)[1:])]: ast.literal_eval(visit(each.value)) for each in call.keywords}
+        # JSON writes a character as a pair of surrogates. Half of one raises.
+        text = dumped(given).encode("utf-16", "surrogatepass").decode("utf-16")
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
     return text
