@@ -14,7 +14,10 @@ from tests.llguidance import test_calls
 from tests.llguidance.test_calls import MARKS, Marked, check, matcher, takes
 from tests.server.test_calling import FORMATS
 
+from infer.contracts.grammar import MAX_CHARS
 from infer.contracts.params import CallOutputs, StructuredOutputs
+from infer.errors import RequestError
+from infer.text.grammars import Grammars
 from infer_llguidance.calls import blamed
 from infer_server.calling import make_parser
 from infer_tool_formats import infer_tool_formats
@@ -175,3 +178,11 @@ def test_what_is_not_read_as_a_call_is_not_let_through(format: str, text: str, g
     assert takes(begin, tokenizer.encoded(text)) is None
     assert len(told(text, format)[1]) == 1
     assert takes(begin, tokenizer.encoded(text.replace(good, bad))) is not None
+
+
+def test_a_format_that_is_too_large_is_refused_before_it_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Marked().backend
+    monkeypatch.setattr(backend, "source", lambda outputs: pytest.fail("this holds up all requests"))
+    large = StructuredOutputs(json_schema={"description": "x" * MAX_CHARS})
+    with pytest.raises(RequestError, match="more than 1048576 characters"):
+        Grammars(backend).source(either("tags", answer=large))

@@ -24,7 +24,7 @@ from infer.contracts.grammar import (
     GrammarProtocol,
     Vocabulary,
 )
-from infer.contracts.params import StructuredOutputs
+from infer.contracts.params import CallOutputs, StructuredOutputs
 from infer.errors import RequestError
 
 KEPT, KEPT_BYTES = 128, 1 << 30
@@ -181,6 +181,8 @@ def _imported(named: list[str]) -> Any:
 def _long(outputs: StructuredOutputs) -> bool:
     """Whether the source will have more than ``MAX_CHARS`` for certain, at a fraction of what making it costs."""
     unseen: list[Any] = [value for _, value in outputs]
+    if isinstance(outputs, CallOutputs):
+        unseen += [value for _, value in outputs.answer or ()]
     left = MAX_CHARS
     while unseen and left >= 0:
         value = unseen.pop()

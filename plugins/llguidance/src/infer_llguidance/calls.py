@@ -54,8 +54,8 @@ def added(tokenizer: str, stops: Collection[int]) -> Added:
 
 def source(outputs: CallOutputs, answer: str | None) -> str:
     """All that the grammar is made of. ``answer`` is the source of that of ``outputs.answer``."""
-    made = {"answer": None if answer is None else json.loads(answer)}
-    return json.dumps({"calls": {name: getattr(outputs, name) for name in CallOutputs.__annotations__} | made})
+    given = {name: getattr(outputs, name) for name in CallOutputs.__annotations__}
+    return json.dumps({"calls": given | {"answer": answer}})
 
 
 def compiled(source: str, fault: Callable[[str], str | None], added: Callable[[], Added]) -> str:
@@ -81,7 +81,7 @@ def compiled(source: str, fault: Callable[[str], str | None], added: Callable[[]
 def blamed(source: str, found: str, fault: Callable[[str], str | None]) -> Fault:
     """What is wrong with the grammar of a ``source``, in which llguidance has ``found`` something."""
     spec = json.loads(source)["calls"] if source.startswith(PREFIX) else {}
-    if spec.get("kind") == "either" and fault(json.dumps(spec["answer"])) is None:
+    if spec.get("kind") == "either" and fault(spec["answer"]) is None:
         return Fault(f"The model cannot be held to the parameters of the tools in its calls: {found}", "tools")
     return Fault(found)
 
@@ -127,7 +127,7 @@ def _either(spec: Mapping[str, Any], added: Added) -> str:
     if not all(each.arguments for each in syntax):
         functions = [(name, _known(schema)) for name, schema in functions]
     rules = EitherRules(functions, added.visible, added.hidden)
-    (answer,) = spec["answer"]["grammars"]
+    (answer,) = json.loads(spec["answer"])["grammars"]
     how = {"opened": spec["opened"], "single": spec["single"]}
     return _grammars("\n".join(rules.lines(answer["json_schema"], syntax, spec["tags"], **how)))
 
