@@ -186,3 +186,13 @@ def test_a_format_that_is_too_large_is_refused_before_it_is_written_out(monkeypa
     large = StructuredOutputs(json_schema={"description": "x" * MAX_CHARS})
     with pytest.raises(RequestError, match="more than 1048576 characters"):
         Grammars(backend).source(either("tags", answer=large))
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_what_stands_behind_a_mark_of_mistrals_may_stand_behind_space(tokens: bool) -> None:
+    """As in templates of its first models with tools."""
+    tokenizer, begin = start("mistral", tokens)
+    for text in ('[TOOL_CALLS] [{"name": "look", "arguments": {"at": 3}}]', '[TOOL_CALLS] look [ARGS] {"at": 3}'):
+        assert takes(begin, tokenizer.encoded(text)) is None
+        assert told(text, "mistral") == ("", [("look", {"at": 3})])
+        assert takes(begin, tokenizer.encoded(text.replace(" ", " " * 99))) is not None

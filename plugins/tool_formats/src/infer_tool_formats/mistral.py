@@ -22,7 +22,7 @@ FORMS = (
         closing=None,
     ),
 )
-SYNTAX = (CallSyntax(header=FORMS[1].header.removesuffix(r"\{")), syntax(r"\[TOOL_CALLS\]", ""))
+SYNTAX = (CallSyntax(header=FORMS[1].header.removesuffix(r"\{").replace(r"\s*", SPACE)), syntax(r"\[TOOL_CALLS\]", ""))
 
 
 def mistral(reader: Reader, tools: Tools) -> Steps[None]:
