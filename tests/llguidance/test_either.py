@@ -188,6 +188,17 @@ def test_a_format_that_is_too_large_is_refused_before_it_is_written_out(monkeypa
         Grammars(backend).source(either("tags", answer=large))
 
 
+@pytest.mark.parametrize(
+    ("format", "call"), [("xml", "<function=look><parameter={}>3</parameter></function>"), ("python", "[look({}=3)]")]
+)
+def test_a_schema_may_allow_arguments_that_it_does_not_name(format: str, call: str) -> None:
+    tokenizer = Marked()
+    for more, fits in (({}, False), ({"additionalProperties": False}, False), ({"additionalProperties": {}}, True)):
+        begin = matcher(either(format, functions=(("look", {"properties": {"at": {}}} | more),)), tokenizer)
+        assert takes(begin, tokenizer.encoded(call.format("at"))) is None
+        assert (takes(begin, tokenizer.encoded(call.format("by"))) is None) == fits
+
+
 @pytest.mark.parametrize("tokens", [True, False])
 def test_what_stands_behind_a_mark_of_mistrals_may_stand_behind_space(tokens: bool) -> None:
     """As in templates of its first models with tools."""

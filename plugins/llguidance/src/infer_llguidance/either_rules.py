@@ -20,7 +20,7 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 """Whitespace between the parts of a JSON text: enough for indentation, but bounded, so that an answer cannot go on with
 whitespace for ever."""
 ANY_KEY = r"[^\s\x00-\x1f<>\[\](){}=:,\x22\x27\x2f]{1,64}"
-"""The name of an argument of a function whose schema names none."""
+"""The name of an argument that the function's schema does not name."""
 _ESCAPED = re.compile(r"\\.")
 _SIGN = re.compile(r"(?<!\\)/|\n")
 
@@ -78,11 +78,12 @@ class EitherRules:
     def _arguments(self, syntax: CallSyntax, schema: Mapping[str, Any]) -> str:
         """Arguments that are written one by one. Their values are of any type."""
         known = schema.get("properties")
+        more = schema.get("additionalProperties", False) is not False or "patternProperties" in schema
         ways = []
         for before, after in syntax.arguments:
             keys = [ANY_KEY]
             if isinstance(known, Mapping):
-                keys = [*map(escaped, known)]
+                keys = [*map(escaped, known), *([ANY_KEY] if more and "KEY" not in after else [])]
                 keys = keys if "KEY" in after else [f"({'|'.join(keys)})"][: len(keys)]
             elif "KEY" in after:
                 continue
