@@ -170,6 +170,7 @@ def test_a_tool_whose_schema_cannot_be_compiled_may_be_called(format: str) -> No
             '```json\n{"at"',
         ),
         ("action", 'Action: ```json\n[{"tool_name": "look", "parameters": {"at": 3}}]\n```', "```json", ""),
+        ("mistral", '[TOOL_CALLS]look[CALL_ID]a1[ARGS]{"at": 3}', "a1", "a\u05b0"),
         ("glm", "<tool_call>clock.now<arg_key>at</arg_key><arg_value>3</arg_value></tool_call>", "at<", "a\x1et<"),
     ],
 )

@@ -15,7 +15,7 @@ _NAMED = re.compile(r"([\w.:-]{1,128})\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\]
 FORMS = (
     FORM,
     CallForm(
-        header=r"\[TOOL_CALLS\]\s*NAME\s*(\[CALL_ID\]\s*[\w-]{0,64}\s*)?(\[ARGS\]\s*)?\{",
+        header=r"\[TOOL_CALLS\]\s*NAME\s*(\[CALL_ID\]\s*[A-Za-z0-9_-]{0,64}\s*)?(\[ARGS\]\s*)?\{",
         named=r"\[TOOL_CALLS\][\s\x1c-\x1f]*NAME[^A-Za-z0-9_.:-](?s:.*)",
         before=rf'{SPACE}"input"{SPACE}:{SPACE}"',
         after=rf'"{SPACE}\}}',
