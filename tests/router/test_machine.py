@@ -160,7 +160,9 @@ async def test_a_signal_during_the_start_ends_the_server_with_all_children(momen
 
         def started() -> bool:
             with contextlib.suppress(psutil.NoSuchProcess):  # one of them has just ended
-                return server.poll() is not None or any(each.cmdline()[-1] in kinds for each in family(server.pid))
+                return server.poll() is not None or any(
+                    {*kinds} & {*each.cmdline()[-1:]} for each in family(server.pid)
+                )
             return False
 
         await until(started)
