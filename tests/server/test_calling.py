@@ -23,7 +23,11 @@ from infer_server.calling import Calls, calls_schema, make_parser
 from infer_tool_formats import harmony, infer_tool_formats
 
 FORMATS = {
-    each.name: ToolFormat(each.name, lambda tools, make=each.factory: make(tools, NoSettings()))  # type: ignore[misc]
+    each.name: ToolFormat(
+        each.name,
+        lambda tools, make=each.factory: make(tools, NoSettings()),  # type: ignore[misc]
+        marks=each.marks,
+    )
     for each in sorted(infer_tool_formats(), key=lambda each: -each.priority)
 }
 TOOLS: dict[str, Any] = {
@@ -61,6 +65,59 @@ def told(parts: Sequence[str], format: str | None, *, thinks: bool = True, **how
             message[key] += text
     message["calls"] = [[name, "".join(arguments)] for name, arguments in message["calls"]]
     return message
+
+
+CALLED = '<tool_call>\n{"name": "clock.now", "arguments": {"a": "<tool_call>"}}\n</tool_call>'
+NOW = ["clock.now", '{"a": "<tool_call>"}']
+
+
+@pytest.mark.parametrize(
+    ("thought", "reasoning", "calls"),
+    [
+        (f"hm\n\n{CALLED}", "hm", [NOW]),
+        (f"{CALLED}\n{CALLED}\n", "", [NOW, NOW]),
+        (CALLED.removesuffix("</tool_call>"), "", [NOW]),
+        (f"Say <tool_call> first.\n{CALLED}", "Say <tool_call> first.", [NOW]),
+        (f"{CALLED} or not\n", f"{CALLED} or not", []),
+        (f"{CALLED} or\n{CALLED}", f"{CALLED} or", [NOW]),
+        (CALLED[:-20], CALLED[:-20], []),
+        ("<tool_call> is what begins", "<tool_call> is what begins", []),
+        ("hm <tool_call>", "hm <tool_call>", []),
+        (CALLED.replace("clock.now", "unknown"), CALLED.replace("clock.now", "unknown"), []),
+    ],
+)
+def test_calls_that_end_an_answer_end_its_reasoning(thought: str, reasoning: str, calls: list[list[str]]) -> None:
+    """What is only planned is reasoning: text or the closing tag follows it."""
+    for parts in ([thought], list(thought)):
+        assert told(parts, "tags", thinking=True) == {"content": "", "reasoning_content": reasoning, "calls": calls}
+    closed = told([f"{thought}</think>So."], "tags", thinking=True)
+    assert closed == {"content": "So.", "reasoning_content": thought.strip(), "calls": []}
+    assert told([thought], "tags", thinking=True, forced=True)["reasoning_content"] == thought.strip()
+    assert told([thought], None, thinking=True)["reasoning_content"] == thought.strip()
+
+
+def test_many_calls_in_reasoning_take_time_in_proportion() -> None:
+    """Every character is read a bounded number of times, also where each mark may begin a call."""
+    read = 0
+
+    def reader(tools: Any) -> Any:
+        part = FORMATS["tags"].reader(tools)
+
+        class Counting:
+            def push(self, text: str) -> Any:
+                nonlocal read
+                read += len(text)
+                return part.push(text)
+
+            flush = part.flush
+
+        return Counting()
+
+    text = '<tool_call>{"name": "clock.now", "arguments": {"a": "' * 100 + "<tool_call>" * 1000
+    parser = make_parser(TOOLS, ToolFormat("counted", reader, marks=("<tool_call>",)), tags=THINK, thinking=True)
+    pieces = [*parser.push(text), *parser.flush()]
+    assert "".join(piece.text for piece in pieces) == text
+    assert read < 3 * len(text)
 
 
 @pytest.mark.parametrize(

@@ -393,6 +393,24 @@ def test_what_a_template_writes_is_read_back(name: str, calls: list[tuple[str, A
 
 
 @each_family
+@pytest.mark.parametrize("calls", [ONE, TWO, [("clock.now", {})]], ids=["one", "two", "empty"])
+def test_calls_in_reasoning_that_is_not_closed_are_read_where_a_mark_begins_them(
+    name: str, calls: list[tuple[str, Any]]
+) -> None:
+    format, source, reasoning = FAMILIES[name]
+    tags = REASONING[reasoning]
+    text = written(source, calls).strip()
+    marked = text.startswith(FORMATS[format].marks)
+    for parts in ([f"hm\n{text}"], list(f"hm\n{text}")):
+        said = read(parts, format, tags, thinking=True)
+        assert [(called, json.loads(arguments)) for called, arguments in said["calls"]] == (calls if marked else [])
+        assert said["content"] == ""
+        assert said["reasoning"] == ("hm" if marked else f"hm\n{text}")
+    planned = read([f"hm\n{text} is it"], format, tags, thinking=True)
+    assert planned == {"content": "", "reasoning": f"hm\n{text} is it", "calls": []}
+
+
+@each_family
 def test_all_names_that_a_tool_may_have_are_read(name: str) -> None:
     names = ["a:b", "a-b.c", "a:0", "1", "a__b:c-1.2"]
     tools = [{"type": "function", "function": {"name": each, "description": "d"}} for each in names]

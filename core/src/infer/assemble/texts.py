@@ -73,6 +73,7 @@ def tool_format(settings: Settings, offer: Offer, tokenizer: Tokenizer) -> ToolF
         lambda tools: CheckedPart(offer.build(settings, tools), offer.whose),
         registration.forms if added.isdisjoint(registration.unless) else (),
         registration.syntax,
+        registration.marks,
     )
 
 

@@ -6,9 +6,14 @@ They take the answer's text in pieces, and their result does not depend on where
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import MappingProxyType
+from typing import NamedTuple
+
+from pydantic_core import from_json
 
 from infer.contracts.text import PartProtocol, Piece, ReasoningTags, Tools
+from infer.text.tool_formats import ToolFormat
 from infer.text.tool_formats.reader import Marks, Reader, Script, Steps, comes, spaces
 
 
@@ -30,14 +35,26 @@ def read_content(tags: ReasoningTags | None, tools: Tools) -> PartProtocol:
 
 
 def read_reasoning(
-    part: PartProtocol, tags: ReasoningTags | None, *, thinking: bool, exact: bool = False
+    part: PartProtocol,
+    tags: ReasoningTags | None,
+    *,
+    thinking: bool,
+    exact: bool = False,
+    tool_format: ToolFormat | None = None,
+    tools: Tools = MappingProxyType({}),
 ) -> PartProtocol:
     """What reads the reasoning between ``tags``, if given, and passes the rest to ``part``. ``thinking`` means that the
     prompt has opened them, and ``exact`` keeps the whitespace that follows the reasoning. If the tags have a reader of
-    their own, ``part`` (from ``read_content``) separates the reasoning, and is returned as it is."""
+    their own, ``part`` (from ``read_content``) separates the reasoning, and is returned as it is.
+
+    ``tool_format`` is how ``part`` reads calls of ``tools``. If an answer ends in whole calls before its reasoning is
+    closed, as Qwen3.5 and Kimi K2 write some, they are no reasoning. Calls that anything follows are plans."""
     if tags is None or tags.reader is not None:
         return part
-    return Script(functools.partial(_reasoned, part=part, tags=tags, within=thinking, exact=exact))
+    calls = None
+    if tool_format is not None and tool_format.marks:
+        calls = _Calls(tool_format.marks, functools.partial(tool_format.reader, tools))
+    return Script(functools.partial(_reasoned, part=part, tags=tags, within=thinking, exact=exact, calls=calls))
 
 
 def opens_reasoning(prompt: str, tags: ReasoningTags) -> bool:
@@ -46,8 +63,15 @@ def opens_reasoning(prompt: str, tags: ReasoningTags) -> bool:
     return prompt.rstrip().endswith(tags.opening)
 
 
+class _Calls(NamedTuple):
+    """How calls begin, and what reads them."""
+
+    marks: tuple[str, ...]
+    reader: Callable[[], PartProtocol]
+
+
 def _reasoned(
-    reader: Reader, part: PartProtocol, tags: ReasoningTags, within: bool, exact: bool = False
+    reader: Reader, part: PartProtocol, tags: ReasoningTags, within: bool, exact: bool, calls: _Calls | None
 ) -> Steps[None]:
     """Read reasoning between tags at the beginning of an answer, then pass the rest to ``part``. Tags further on are
     ordinary text. Whitespace around the reasoning is dropped; ``exact`` keeps what follows it. ``within`` means that
@@ -55,10 +79,10 @@ def _reasoned(
     blank = "" if within else (yield from spaces(reader))
     while within or (yield from comes(reader, tags.opening)):
         reader.take(0 if within else len(tags.opening))
-        yield from _thought(reader, Marks(tags.closing))
+        blank = yield from _thought(reader, tags.closing, calls)
         if not exact:
             yield from spaces(reader)
-        within, blank = False, ""
+        within = False
     yield from part.push(blank)
     while True:
         yield from part.push(reader.take())
@@ -68,19 +92,61 @@ def _reasoned(
     yield from part.flush()
 
 
-def _thought(reader: Reader, closing: Marks) -> Steps[None]:
+def _thought(reader: Reader, closing: str, calls: _Calls | None) -> Steps[str]:
+    """Read reasoning. Returns the calls that the answer ends in, if they come before its end."""
+    marks = Marks(closing, *(calls.marks if calls else ()))
     yield from spaces(reader)
     blank: list[str] = []
-    while True:
-        found = reader.find(closing.pattern)
-        text = reader.before(found) if found else reader.take(len(reader) - closing.begun(reader.last(closing.longest)))
-        if not found and reader.ended:
-            text += reader.take()
+
+    def thought(text: str) -> Iterator[Piece]:
         if shown := text.rstrip():
             yield Piece("reasoning", "".join([*blank, shown]))
-            blank = []
+            blank.clear()
         blank.append(text[len(shown) :])
-        if found or reader.ended:
-            reader.take(closing.longest)
-            return
-        yield None
+
+    while True:
+        found = reader.find(marks.pattern)
+        text = reader.before(found) if found else reader.take(len(reader) - marks.begun(reader.last(marks.longest)))
+        if not found and reader.ended:
+            text += reader.take()
+        yield from thought(text)
+        if found and calls and found[0] != closing:
+            text, whole = yield from _called(reader, closing, found[0], calls.reader())
+            if whole:
+                return text
+            yield from thought(text)
+        elif found or reader.ended:
+            reader.take(len(closing))
+            return ""
+        else:
+            yield None
+
+
+def _called(reader: Reader, closing: str, mark: str, part: PartProtocol) -> Steps[tuple[str, bool]]:
+    """Take a text that begins with a mark and may be calls, up to where ``part`` finds anything else. Returns it, and
+    whether it is whole calls up to the end of the answer. It goes to ``part`` in characters, so that it does not matter
+    how it was cut."""
+    taken: list[str] = []
+    arguments: list[list[str]] = []
+    while not taken or not (yield from comes(reader, closing)):
+        taken.append(more := reader.take(1 if taken else len(mark)))
+        for piece in part.push(more) if more else part.flush():
+            if piece.kind == "call":
+                arguments.append([])
+            elif piece.kind == "arguments":
+                arguments[-1].append(piece.text)
+            elif piece.text.strip():
+                if not arguments:  # a call may begin in what follows the mark
+                    reader.untake("".join(taken[1:]))
+                    del taken[1:]
+                return "".join(taken), False
+        if not more:
+            return "".join(taken), bool(arguments) and all(map(_whole, arguments))
+    return "".join(taken), False
+
+
+def _whole(arguments: list[str]) -> bool:
+    try:
+        return isinstance(from_json("".join(arguments)), dict)
+    except ValueError:
+        return False

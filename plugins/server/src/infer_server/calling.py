@@ -252,7 +252,8 @@ def make_parser(
             part = Alone(tool_format.reader(tools)) if alone else tool_format.reader(tools)
         part = Answer(part, most=None if parallel else 1)
         part = Inputs(part, custom) if custom else part
-    return read_reasoning(part, tags, thinking=thinking, exact=exact)
+    own = None if forced else tool_format
+    return read_reasoning(part, tags, thinking=thinking, exact=exact, tool_format=own, tools=tools)
 
 
 def calls_schema(tools: Sequence[dict[str, Any]], most: int | None) -> dict[str, Any]:

@@ -22,6 +22,8 @@ class ToolFormat(NamedTuple):
     """The ways to write a call in which the checkpoint may be held to a grammar; none if it cannot be."""
     syntax: tuple[CallSyntax, ...] = ()
     """The ways to write an answer that consists of calls; none if no grammar says so."""
+    marks: tuple[str, ...] = ()
+    """``ToolFormatRegistration.marks``."""
 
 
 def recognize(formats: Iterable[ToolFormat], text: str, tools: Tools, call: tuple[str, object]) -> ToolFormat | None:

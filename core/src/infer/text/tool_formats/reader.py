@@ -56,6 +56,10 @@ class Reader:
         taken, self._at = self._text[self._at : end], end
         return taken
 
+    def untake(self, text: str) -> None:
+        """Put back what was taken last."""
+        self._text, self._at = text + self.take(), 0
+
     def find(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         """The first match in what has not been taken."""
         return pattern.search(self._text, self._at)
