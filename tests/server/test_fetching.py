@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import pytest
 
 from infer.contracts.sections import ServerSettings
 from infer.errors import InferError
+from infer_server.http import fetching
 from infer_server.http.fetching import NoServerError, address, served_models
 
 KEY = "sesame"
@@ -66,6 +68,19 @@ def test_another_program(body: str) -> None:
     assert str(error.value) == (
         f"What answers at {url} is no server of infer: its /v1/models lists no models; start infer serve, or set "
         "--there."
+    )
+
+
+def test_one_that_does_not_answer_is_not_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is told that there is no server may remove a model that one has loaded."""
+    monkeypatch.setattr(fetching, "TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(InferError) as error:
+            asked(url)
+    assert not isinstance(error.value, NoServerError)
+    assert str(error.value) == (
+        f"What listens at {url} does not answer within 0.1 seconds: try again, or start infer serve, or set --there."
     )
 
 

@@ -65,6 +65,10 @@ def served_models(url: str, server: ServerSettings, setting: str) -> list[Served
             connection.request("GET", parts.path, headers=headers)
             response = connection.getresponse()
             body = response.read()
+    except TimeoutError:
+        raise InferError(
+            f"What listens at {url} does not answer within {TIMEOUT_S:g} seconds: try again, or {way_out}."
+        ) from None
     except OSError as error:
         raise NoServerError(f"No server answers at {url} ({error}): {way_out}.") from None
     except (ValueError, InvalidURL):
