@@ -262,6 +262,13 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
     },
+    "lfm3": COMMON
+    | {
+        "architectures": ["Lfm3ForCausalLM"],
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+        "sliding_window": 30,
+    },
     "granite_hybrid": COMMON
     | {
         "architectures": ["GraniteMoeHybridForCausalLM"],

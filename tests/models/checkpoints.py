@@ -52,6 +52,7 @@ Family = Literal[
     "gemma2",
     "lfm2",
     "lfm2_moe",
+    "lfm3",
     "granite_hybrid",
     "nemotron_h",
     "falcon_h1",
@@ -280,6 +281,13 @@ def make_model(
             made = transformers.Lfm2MoeForCausalLM(transformers.Lfm2MoeConfig(**fields | config))
             for layer in made.model.layers[made.config.num_dense_layers :] if made.config.use_expert_bias else ():
                 layer.feed_forward.expert_bias.copy_(torch.linspace(-0.3, 0.3, 6))
+        case "lfm3":
+            if rope == "default":
+                del fields["rope_parameters"]
+            if "num_hidden_layers" not in config:
+                fields |= {"layer_types": layer_types or ["conv", "sliding_attention", "full_attention", "conv"]}
+            fields |= {"head_dim": 16, "sliding_window": 9}
+            made = transformers.Lfm3ForCausalLM(transformers.Lfm3Config(**fields | config))
         case "granite_hybrid":
             factors = {"attention_multiplier": 0.4, "residual_multiplier": 1.4, "logits_scaling": 1.5}
             fields |= {"embedding_multiplier": 0.7, "num_local_experts": 6, "num_experts_per_tok": 2, **factors}

@@ -59,7 +59,7 @@ class Attention:
     ``layer`` is the layer whose K and V are read, and x has the wanted rows only.
 
     If ``gated``, a head's rows of q are followed by those of its gate, and the sigmoid of that multiplies what the head
-    yields.
+    yields. ``head_gate`` is the checkpoint's name of a projection that has one such gate for all of a head.
 
     Raises CheckpointError if the numbers of heads do not fit each other or the head size is odd.
     """
@@ -84,6 +84,7 @@ class Attention:
         v_norm_eps: float | None = None,
         shared: bool = False,
         gated: bool = False,
+        head_gate: str | None = None,
         in_size: int | None = None,
     ) -> None:
         H, K, E = spec.num_heads, spec.num_kv_heads, spec.head_size
@@ -104,14 +105,18 @@ class Attention:
             heads = [torch.arange(0, width, width // H)[:, None] + head_E]
             heads += [torch.arange(E, width, 2 * E)[:, None] + plain_E] if gated else []
             heads += [torch.arange(width, width + K * E, E)[:, None] + head_E]
-            order_N = torch.cat((*(each.flatten() for each in heads), torch.arange(K * E) + width + K * E))
+            gates = 0 if head_gate is None else H
+            order_N = torch.cat((*(each.flatten() for each in heads), torch.arange(K * E + gates) + width + K * E))
         names = [f"{name}.{part}" for part in qkv]
         parts = "q" if shared else "qk" if len(qkv) == 2 else "qkv"
         widths = {"q": width, "k": K * E, "v": K * E}
         rows, biased = [widths[part] for part in parts], [part in biases for part in parts]
+        if head_gate is not None:
+            names, rows, biased = [*names, f"{name}.{head_gate}"], [*rows, H], [*biased, False]
         self._qkv = Linear(weights, names, in_size or size, rows, biased, order=order_N)
         self._sizes = [H * E] * gated + [H * E, *self._qkv.sizes[1:]]
-        self._gated = gated
+        self._gate = 0 if gated else None if head_gate is None else -1
+        """Where the gates are behind q."""
         self._v_norm: tuple[Tensor, float] | None = None
         if v_norm_eps is not None and not shared:
             ones_E = torch.ones(E, dtype=weights.context.dtype, device=weights.context.device)
@@ -143,7 +148,7 @@ class Attention:
             return self._reading(x_TD, rotary, cache, rows_N)
         T, E = len(x_TD), self.spec.head_size
         q, *others = torch.split_with_sizes(self._qkv(x_TD), self._sizes, dim=-1)
-        gate_TD = others.pop(0) if self._gated else None
+        gate = None if self._gate is None else others.pop(self._gate)
         k, *own = others
         v = own[0] if own else k
         if self._norms:
@@ -155,12 +160,12 @@ class Attention:
         if rotary is not None and self._head_norms is not None:
             rotary = rotary._replace(norms=self._head_norms)
         out_THE = cache.attend(self.layer, q_THE, k_TKE, v_TKE, rotary)
-        out_ND = select(out_THE, rows_N).flatten(1)
-        if gate_TD is not None:
+        out_NHE = select(out_THE, rows_N)
+        if gate is not None:
             # Not torch.sigmoid, whose vector and scalar forms differ in the last bit.
-            open_ND = 1.0 / (1.0 + torch.exp(-select(gate_TD, rows_N).float()))
-            out_ND = (open_ND * out_ND.float()).to(out_ND.dtype)
-        return self._out(out_ND)
+            open_NH = 1.0 / (1.0 + torch.exp(-select(gate, rows_N).float().unflatten(1, (self.spec.num_heads, -1))))
+            out_NHE = (open_NH * out_NHE.float()).to(out_NHE.dtype)
+        return self._out(out_NHE.flatten(1))
 
     def _reading(self, x_ND: Tensor, rotary: Rotary | None, cache: KVCacheView, rows_N: Tensor | None) -> Tensor:
         """[N, D], of the wanted rows. A view takes queries of all rows, so the others are zeros."""

@@ -26,6 +26,7 @@ from infer_models.hybrid import HybridLayer
 from infer_models.latent import LatentLayer
 from infer_models.lfm2 import Lfm2Config, Lfm2Layer
 from infer_models.lfm2_moe import Lfm2MoeConfig, Lfm2MoeLayer
+from infer_models.lfm3 import Lfm3Config
 from infer_models.llama import LlamaConfig, LlamaLayer
 from infer_models.ministral import MinistralConfig
 from infer_models.mistral import MistralConfig
@@ -90,6 +91,7 @@ def infer_models() -> list[ModelRegistration]:
         ),
         _decoder("lfm2", "LFM2, dense", Lfm2Config, Lfm2Layer),
         _decoder("lfm2_moe", "LFM2, mixtures of experts", Lfm2MoeConfig, Lfm2MoeLayer),
+        _decoder("lfm3", "LFM3", Lfm3Config, Lfm2Layer),
         _decoder("falcon_h1", "Falcon-H1", FalconH1Config, FalconH1Layer),
         _decoder("bamba", "Bamba", BambaConfig, HybridLayer),
         _decoder("smollm3", "SmolLM3", SmolLM3Config),

@@ -41,6 +41,11 @@ class LlamaConfig(DecoderConfig):
         return self.qk_norm
 
     @property
+    def head_gate(self) -> str | None:
+        """As in ``Attention``."""
+        return None
+
+    @property
     def biases(self) -> str:
         """The ``biases`` argument of ``Attention``."""
         return "qkvo" if self.attention_bias else ""
@@ -98,6 +103,7 @@ class LlamaLayer:
             qk_norms=c.qk_norms,
             interleaved=c.rotary_interleaved,
             gated=c.attention_gated,
+            head_gate=c.head_gate,
         )
 
     def feed_forward(self, w: Weights, name: str, index: int, c: Any) -> Callable[[Tensor], Tensor]:
