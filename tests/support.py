@@ -236,6 +236,18 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 30,
         "layer_types": ["full_attention", "sliding_attention"],
     },
+    "ministral3": COMMON
+    | {
+        "architectures": ["Ministral3ForCausalLM"],
+        "num_hidden_layers": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 20,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
     "glm4": COMMON | {"architectures": ["Glm4ForCausalLM"], "num_hidden_layers": 2},
     "exaone4": COMMON
     | {

@@ -37,6 +37,8 @@ Family = Literal[
     "qwen3_5_moe",
     "qwen3_next",
     "ministral",
+    "ministral3",
+    "ministral3_vision",
     "gpt_oss",
     "glm4_moe",
     "glm4_moe_lite",
@@ -102,6 +104,7 @@ DELTA = {
     "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
+TEMPERED = ROPES["yarn"] | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 LATENT = {"kv_lora_rank": 20, "q_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 MAMBA = {"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 64}
 
@@ -373,13 +376,20 @@ def make_model(
                     )
                 )
             )
-        case "mistral3":
+        case "ministral3":
+            fields |= {"head_dim": 16, "sliding_window": window, "rope_parameters": dict(TEMPERED)}
+            fields.pop("layer_types", None)
+            made = transformers.Ministral3ForCausalLM(transformers.Ministral3Config(**fields | config))
+        case "mistral3" | "ministral3_vision":
             fields |= {"head_dim": 16, "sliding_window": window}
             fields.pop("layer_types", None)
             seen |= {"image_size": 28, "patch_size": 14}
+            text = transformers.MistralConfig
+            if family == "ministral3_vision":
+                fields["rope_parameters"], text = dict(TEMPERED), transformers.Ministral3Config
             made = transformers.Mistral3ForConditionalGeneration(
                 transformers.Mistral3Config(
-                    text_config=transformers.MistralConfig(**fields | config),
+                    text_config=text(**fields | config),
                     vision_config=transformers.PixtralVisionConfig(**seen),
                     **whole,
                 )

@@ -17,7 +17,16 @@ import transformers
 from safetensors.torch import load_file
 from tests import support
 from tests.examples import slowly
-from tests.models.checkpoints import ROPES, VOCAB, Family, as_transformers_4, edit_tensors, stacked, write_checkpoint
+from tests.models.checkpoints import (
+    ROPES,
+    TEMPERED,
+    VOCAB,
+    Family,
+    as_transformers_4,
+    edit_tensors,
+    stacked,
+    write_checkpoint,
+)
 from torch import Tensor
 
 from infer.assemble.assembly import Assembly
@@ -46,7 +55,7 @@ GEMMA4_SHARED: dict[str, Any] = {
 }
 FAMILIES: tuple[Family, ...] = (
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3"),
-    *("ministral", "granite", "smollm3", "glm4", "exaone4", "seed_oss", "gemma2"),
+    *("ministral", "ministral3", "granite", "smollm3", "glm4", "exaone4", "seed_oss", "gemma2"),
     *("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe"),
     *("lfm2", "granite_hybrid", "nemotron_h", "falcon_h1", "bamba", "lfm2_moe", "lfm3"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
@@ -253,6 +262,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma4-vision": {"family": "gemma4_vision", "window": 9, **GEMMA4_SHARED},
     "mistral3-tied": {"family": "mistral3"},
     "mistral3-untied": {"family": "mistral3", "tied": False, "window": 9},
+    "ministral3-vision": {"family": "ministral3_vision", "tied": False},
+    "ministral3-window": {"family": "ministral3", "window": 9, "rope_parameters": TEMPERED | {"mscale": 0.7}},
     "qwen3_vl-tied": {"family": "qwen3_vl"},
     "qwen3_vl-untied": {"family": "qwen3_vl", "tied": False, "attention_bias": True, "seed": 4},
     "qwen3_5-vision": {"family": "qwen3_5_vision"},
@@ -412,7 +423,15 @@ EXACT = (
     *("gemma3-linear-rope", "gemma4-shared", "gemma4-k-is-v", "gemma4-experts", "gemma2-window", "smollm3-window"),
 )
 EXACT_ONCE = (
-    *("ministral-tied-2", "granite-biases", "smollm3-some", "glm4-untied-2", "exaone4-pattern", "seed_oss-biases"),
+    *(
+        "ministral-tied-2",
+        "ministral3-window",
+        "granite-biases",
+        "smollm3-some",
+        "glm4-untied-2",
+        "exaone4-pattern",
+        "seed_oss-biases",
+    ),
     *("lfm2-biases", "lfm3-tied-2", "granite_hybrid-dense", "nemotron_h-latent", "falcon_h1-norm", "falcon_h1-tied-2"),
     *("qwen3_5-tied-2", "qwen3_5-whole-heads", "qwen3_5_moe-tied-2", "qwen3_next-some"),
 )
@@ -489,7 +508,9 @@ def test_heads_of_layers_without_a_window_as_google_writes_them(tmp_path: Path) 
     assert torch.equal(logits_of(folder), before)
 
 
-@pytest.mark.parametrize("case", ["gemma3-vision", "gemma4-vision", "mistral3-tied", "qwen3_vl-tied", "qwen3_5-vision"])
+@pytest.mark.parametrize(
+    "case", ["gemma3-vision", "gemma4-vision", "mistral3-tied", "ministral3-vision", "qwen3_vl-tied", "qwen3_5-vision"]
+)
 def test_what_is_left_out_is_said_once(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_checkpoint(tmp_path, **CASES[case])
     with caplog.at_level("INFO", logger="infer_models"):
@@ -534,7 +555,7 @@ def test_heads_of_a_delta_net_that_do_not_fit_are_refused(tmp_path: Path) -> Non
 LONG = (
     *(f"{family}-untied-2" for family in (*STATEFUL, "nemotron_h")),
     *("nemotron_h-experts", "gemma4-dense", "gemma4-inputs", "gemma4-shared", "gemma4-k-is-v", "gemma4-experts"),
-    *("mistral3-tied", "qwen3_vl-tied"),
+    *("mistral3-tied", "ministral3-vision", "qwen3_vl-tied"),
     *(f"{family}-untied-2" for family in LATENT),
 )
 
@@ -586,9 +607,9 @@ def test_half_of_bambas_heads_rotates_whatever_the_config_says_outside(share: fl
 def test_a_language_model_that_is_not_known_is_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, **CASES["mistral3-tied"])
     config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["model_type"] = "ministral3"
+    config["text_config"]["model_type"] = "mistral4"
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"text_config has model_type 'ministral3'; .* with 'mistral'"):
+    with pytest.raises(CheckpointError, match=r"has model_type 'mistral4'; .* with 'mistral', 'ministral3'"):
         Driver(folder, torch.float32)
 
 
@@ -690,6 +711,7 @@ def test_old_spelling_of_the_rotary_kind(tmp_path: Path) -> None:
         ("mixtral-untied-2", "rope_parameters"),
         ("gpt_oss-untied-2", "rope_parameters"),
         ("smollm3-untied-2", "rope_parameters"),
+        ("ministral3-untied-2", "rope_parameters"),
         ("lfm3-untied-2", "rope_parameters"),
         ("lfm3-usual", "layer_types"),
         ("qwen2_moe-window", "layer_types"),

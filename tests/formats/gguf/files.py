@@ -22,6 +22,7 @@ from torch import Tensor
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "Ministral3ForCausalLM": gguf.MODEL_ARCH.MISTRAL3,
     "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
     "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
     "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
@@ -56,7 +57,7 @@ SCORES = {
 """How experts are chosen, where config.json says it."""
 GRANITES = (gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.GRANITE_MOE, gguf.MODEL_ARCH.GRANITE_HYBRID)
 NEMOTRON = (gguf.MODEL_ARCH.NEMOTRON_H, gguf.MODEL_ARCH.NEMOTRON_H_MOE)
-LLAMAS = (gguf.MODEL_ARCH.LLAMA, *GRANITES, gguf.MODEL_ARCH.SMOLLM3, *NEMOTRON)
+LLAMAS = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.MISTRAL3, *GRANITES, gguf.MODEL_ARCH.SMOLLM3, *NEMOTRON)
 LFM2 = (gguf.MODEL_ARCH.LFM2, gguf.MODEL_ARCH.LFM2MOE)
 MAMBA = (gguf.MODEL_ARCH.GRANITE_HYBRID, gguf.MODEL_ARCH.FALCON_H1, *NEMOTRON)
 DELTA = (gguf.MODEL_ARCH.QWEN35, gguf.MODEL_ARCH.QWEN35MOE, gguf.MODEL_ARCH.QWEN3NEXT)
@@ -384,6 +385,9 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
             writer.add_rope_scaling_factor(rope["factor"])
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
             writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+            if arch == gguf.MODEL_ARCH.MISTRAL3:
+                writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+                writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
         case "llama3":
             writer.add_tensor("rope_freqs.weight", llama3_factors(rope, size))
         case "longrope":

@@ -285,6 +285,12 @@ MIXED: dict[str, tuple[Family, str, Any, str]] = {
         0.1,
         "temperature_scale is 0.1.*; it has to be 0: infer reads no attention that is scaled by positions",
     ),
+    "growing queries": (
+        "ministral3",
+        "mistral3.rope.scaling.type",
+        None,
+        "temperature_scale is 0.1.*; it has to be 0, as rope.scaling.type is not yarn",
+    ),
     "latent gating": (
         "deepseek_v3",
         "deepseek2.expert_gating_func",

@@ -3,6 +3,7 @@ of the dequantized weights in ``transformers``."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import subprocess
@@ -40,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-linear-rope": {"family": "llama", "rope": "linear"},
     "llama-yarn-rope": {"family": "llama", "rope": "yarn"},
     "mistral": {"family": "mistral", "window": 9, "rms_norm_eps": 0.1},
+    "ministral3": {"family": "ministral3", "tied": False},
     "qwen2": {"family": "qwen2", "tied": False},
     "qwen2-yarn-rope": {"family": "qwen2", "rope": "yarn"},
     "qwen3": {"family": "qwen3", "kv_heads": 1},
@@ -157,6 +159,16 @@ def test_plain_weights_are_those_of_the_folder(case: str, type: str, tmp_path: P
         assert torch.equal(*logits)
     if type == "F32":
         assert len(against_transformers(file, folder)) > 3, "a constant answer shows little"
+
+
+def test_a_ministral_that_stretches_nothing_is_a_mistral(tmp_path: Path) -> None:
+    """As newer files of Mistral Small 3 are."""
+    folder = write_checkpoint(tmp_path / "hub", "mistral")
+    expected = Driver(folder, torch.float32).prefill(prompt(), [PROMPT])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Ministral3ForCausalLM"]}))
+    write_gguf(folder, tmp_path / "model.gguf")
+    assert torch.equal(Driver(tmp_path / "model.gguf", torch.float32).prefill(prompt(), [PROMPT]), expected)
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", *slowly("gpt_oss", "granite_moe", "lfm2_moe")])

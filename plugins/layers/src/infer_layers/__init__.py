@@ -12,7 +12,7 @@ from infer_layers.latent import LatentAttention, LatentSizes
 from infer_layers.linear import Embedding, Head, Linear, Norm, RMSNorm
 from infer_layers.mamba import Mamba2, MambaSizes, ShortConv
 from infer_layers.recurrent import DeltaSizes, GatedDeltaNet
-from infer_layers.rotary import ROPE_KINDS, LongRope, RopeParameters, RotaryEmbedding
+from infer_layers.rotary import ROPE_KINDS, LongRope, RopeParameters, RotaryEmbedding, TemperedYarnRope
 from infer_layers.table import Weights
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "RopeParameters",
     "RotaryEmbedding",
     "ShortConv",
+    "TemperedYarnRope",
     "Weights",
     "config_table",
     "layer_windows",

@@ -12,7 +12,7 @@ from infer.contracts.cache import KVCacheView
 from infer.contracts.kernels import Activation
 from infer.errors import CheckpointError
 from infer_layers.linear import Linear, RMSNorm
-from infer_layers.rotary import RopeParameters, rotary_order
+from infer_layers.rotary import RopeParameters, ScaledRotary, rotary_order
 from infer_layers.table import Weights
 
 
@@ -155,6 +155,9 @@ class Attention:
             shape = (T, -1) if self._whole else (T, -1, E)
             q, k = (norm(x.view(shape)) for norm, x in zip(self._norms, (q, k), strict=True))
         q_THE, k_TKE, v_TKE = q.view(T, -1, E), k.view(T, -1, E), v.view(T, -1, E)
+        if isinstance(rotary, ScaledRotary):
+            assert self._head_norms is None, "a norm that follows would take the scale back"
+            q_THE, rotary = q_THE * rotary.scale_T11, Rotary(*rotary)
         if self._v_norm is not None:
             v_TKE = self._kernels.rms_norm(v_TKE, *self._v_norm)
         if rotary is not None and self._head_norms is not None:

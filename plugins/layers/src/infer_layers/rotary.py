@@ -91,6 +91,10 @@ class RopeParameters(BaseModel, extra="ignore", frozen=True):
         """The factor that cos and sin are multiplied by."""
         return 1.0
 
+    def query_scales(self, positions_P: Tensor) -> Tensor | None:
+        """What queries at these positions are multiplied by, fp32 [P]; None for 1."""
+        return None
+
     def _size(self, head_size: int) -> int:
         return int(head_size * (self.partial_rotary_factor or 1))
 
@@ -210,6 +214,17 @@ class YarnRope(RopeParameters, frozen=True):
         return scale(1.0)
 
 
+class TemperedYarnRope(YarnRope, frozen=True):
+    """Queries grow with the logarithm of their position, in steps of the length that the model was trained with first,
+    so that attention to many positions stays sharp (Llama 4's temperature, Ministral 3)."""
+
+    llama_4_scaling_beta: Annotated[float, Field(ge=0)] = 0.0
+
+    def query_scales(self, positions_P: Tensor) -> Tensor | None:
+        steps_P = (positions_P / self.original_max_position_embeddings).floor()
+        return 1 + self.llama_4_scaling_beta * torch.log(1 + steps_P)
+
+
 class LongRope(RopeParameters, frozen=True):
     """Every wavelength has two factors of its own, one for short sequences and one for long ones (Ding et al., 2024).
 
@@ -270,6 +285,13 @@ ROPE_KINDS: dict[str, type[RopeParameters]] = {
 """Classes by config.json's ``rope_type``. A plugin may add its own."""
 
 
+class ScaledRotary(Rotary):
+    """A rotation, and what queries are multiplied by before it. Views and kernels see the rotation only."""
+
+    scale_T11: Tensor
+    """[T, 1, 1], in the model's dtype."""
+
+
 class RotaryEmbedding:
     """A table of cos and sin for every position that a sequence may reach.
 
@@ -280,6 +302,7 @@ class RotaryEmbedding:
 
     def __init__(self, context: ModelContext, rope: RopeParameters, head_size: int) -> None:
         inverse = rope.inverse_frequencies(head_size, context.max_seq_len)
+        self._scales_P11: Tensor | None = None
         if context.device.type == "meta":
             self._cos, self._sin = torch.empty(2, context.max_seq_len, head_size // 2, device="meta")
             return
@@ -291,11 +314,19 @@ class RotaryEmbedding:
         cos, sin = (angles.cos() * rope.magnitude()).float(), (angles.sin() * rope.magnitude()).float()
         self._cos = torch.nn.functional.pad(cos, unrotated, value=1.0).to(context.device)
         self._sin = torch.nn.functional.pad(sin, unrotated).to(context.device)
+        scales_P = rope.query_scales(positions)
+        if scales_P is not None and (scales_P != 1).any():
+            self._scales_P11 = scales_P.to(context.device, context.dtype)[:, None, None]
 
     def __call__(self, positions_T: Tensor) -> Rotary:
         # Indexing by brackets would wake a second OpenMP thread even for a few rows, and that thread would then spin
         # beside the kernels' own.
-        return Rotary(self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T))
+        rotation = self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T)
+        if self._scales_P11 is None:
+            return Rotary(*rotation)
+        scaled = ScaledRotary(*rotation)
+        scaled.scale_T11 = self._scales_P11.index_select(0, positions_T)
+        return scaled
 
 
 def rotary_order(rotated: int, head_size: int, interleaved: bool = False) -> Tensor | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from infer import hookimpl
-from infer.contracts.model import ModelRegistration
-from infer_layers import Decoder, DecoderConfig, DecoderLayer
+from infer.contracts.model import ModelContext, ModelRegistration
+from infer_layers import Decoder, DecoderConfig, DecoderLayer, config_table
 from infer_models.bamba import BambaConfig
 from infer_models.deepseek_v2 import DeepseekV2Config
 from infer_models.deepseek_v3 import DeepseekV3Config, DeepseekV3Layer, Glm4MoeLiteConfig
@@ -29,6 +30,7 @@ from infer_models.lfm2_moe import Lfm2MoeConfig, Lfm2MoeLayer
 from infer_models.lfm3 import Lfm3Config
 from infer_models.llama import LlamaConfig, LlamaLayer
 from infer_models.ministral import MinistralConfig
+from infer_models.ministral3 import Ministral3Config
 from infer_models.mistral import MistralConfig
 from infer_models.mixtral import MixtralConfig, MixtralLayer
 from infer_models.mtp import MTPModel, NextLayerModel
@@ -70,6 +72,12 @@ def _decoder(
     )
 
 
+def _mistral3(config: Mapping[str, Any], context: ModelContext) -> LanguageModel:
+    schemas: dict[object, type[DecoderConfig]] = {"mistral": MistralConfig, "ministral3": Ministral3Config}
+    schema = schemas.get(config_table(config, "text_config").get("model_type"), MistralConfig)
+    return LanguageModel(config, context, schema, LlamaLayer, ("mistral", "ministral3"))
+
+
 @hookimpl
 def infer_models() -> list[ModelRegistration]:
     return [
@@ -84,6 +92,7 @@ def infer_models() -> list[ModelRegistration]:
         _decoder("olmo2", "OLMo 2", Olmo2Config),
         _decoder("olmoe", "OLMoE", OlmoeConfig, OlmoeLayer),
         _decoder("ministral", "Ministral", MinistralConfig),
+        _decoder("ministral3", "Ministral 3", Ministral3Config),
         _decoder("granite", "Granite 3, dense", GraniteConfig),
         _decoder("granite_moe", "Granite 3, mixtures of experts", GraniteMoeConfig, GraniteMoeLayer),
         _decoder(
@@ -131,8 +140,8 @@ def infer_models() -> list[ModelRegistration]:
         ),
         ModelRegistration(
             "mistral3",
-            lambda config, context, settings: LanguageModel(config, context, MistralConfig, LlamaLayer, ("mistral",)),
-            "Mistral Small 3.1 and 3.2, text only",
+            lambda config, context, settings: _mistral3(config, context),
+            "Mistral Small 3.1 and 3.2, Ministral 3 and Devstral Small 2, text only",
             architectures=("Mistral3ForConditionalGeneration",),
         ),
         ModelRegistration(

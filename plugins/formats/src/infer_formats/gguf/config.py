@@ -18,12 +18,13 @@ from infer_formats.gguf.hybrids import delta_nets, granite, short_convolutions, 
 from infer_formats.gguf.latent import chosen_experts, latent_attention
 from infer_formats.gguf.metadata import Metadata
 from infer_formats.gguf.names import CONVOLVED, DELTA, LATENT, MIXTURES, NEMOTRON, TURNED
-from infer_formats.gguf.rope import rope_scaling
+from infer_formats.gguf.rope import ministral, rope_scaling
 
 log = logging.getLogger(__name__)
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
@@ -56,7 +57,7 @@ MIXED = ("granitehybrid", *NEMOTRON, *CONVOLVED)
 VARIED = ("gemma4", *DELTA)
 """Those that may have another number of K/V heads, or another width, in each layer."""
 WINDOWLESS = (
-    *("qwen2", "qwen3", "qwen3moe", "olmo2", "olmoe", "granite", "granitemoe", "smollm3"),
+    *("mistral3", "qwen2", "qwen3", "qwen3moe", "olmo2", "olmoe", "granite", "granitemoe", "smollm3"),
     *MAMBA,
     *CONVOLVED,
     *DELTA,
@@ -144,6 +145,8 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
         config |= {"architectures": ["MixtralForCausalLM"], "sliding_window": window}
     elif arch == "llama" and window is not None:
         config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    elif arch == "mistral3":
+        config |= ministral(meta, arch, config["rope_scaling"])
     elif arch in ("granite", "granitemoe"):
         config |= granite(meta, arch)
         if not meta.truth(at("rope.scaling.finetuned"), True):

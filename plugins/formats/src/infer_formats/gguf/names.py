@@ -13,7 +13,7 @@ from infer.weight import GroupedWeight, Weight
 
 NEMOTRON = ("nemotron_h", "nemotron_h_moe")
 """Nemotron-H without experts, and with them."""
-TURNED = ("llama", "granite", "granitemoe", "smollm3", "granitehybrid", *NEMOTRON)
+TURNED = ("llama", "mistral3", "granite", "granitemoe", "smollm3", "granitehybrid", *NEMOTRON)
 """Architectures whose q and k rotate neighbors instead of halves."""
 CONVOLVED = ("lfm2", "lfm2moe")
 """Architectures with short convolutions."""

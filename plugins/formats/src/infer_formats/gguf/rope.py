@@ -62,6 +62,19 @@ def rope_scaling(
     raise meta.bad(at("type"), "none, linear, yarn or longrope")
 
 
+def ministral(meta: Metadata, arch: str, scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What Ministral 3's config has beside the others. Where nothing is stretched, it is Mistral Small 3's."""
+    at = functools.partial("{}.{}".format, arch)
+    beta, sharper = at("attention.temperature_scale"), meta.number(at("rope.scaling.yarn_log_multiplier"))
+    growth = meta.number(beta, 0.0)
+    if scaling is None and not growth:
+        return {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+    if scaling is None or scaling["rope_type"] != "yarn":
+        raise meta.bad(beta, "0, as rope.scaling.type is not yarn")
+    both = {"mscale": 1.0, "mscale_all_dim": sharper} if sharper else {}
+    return {"rope_scaling": {**scaling, **both, "llama_4_scaling_beta": growth}}
+
+
 def _follows(meta: Metadata, arch: str, magnitude: float, original: int | None) -> bool:
     factor = meta.size(f"{arch}.context_length") / (original or 4096)
     wanted = math.sqrt(1 + math.log(factor) / math.log(original or 4096)) if factor > 1 else 1.0
