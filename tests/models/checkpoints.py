@@ -30,6 +30,8 @@ Family = Literal[
     "gemma3_vision",
     "gemma4",
     "gemma4_vision",
+    "gemma4_unified",
+    "gemma4_unified_vision",
     "mistral3",
     "qwen3_vl",
     "qwen3_5",
@@ -348,7 +350,7 @@ def make_model(
                         attn_implementation="eager",
                     )
                 )
-        case "gemma4" | "gemma4_vision":
+        case "gemma4" | "gemma4_vision" | "gemma4_unified" | "gemma4_unified_vision":
             fields |= {
                 "head_dim": 16,
                 "global_head_dim": 32,
@@ -365,16 +367,20 @@ def make_model(
                     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
                 },
             }
-            language: Any = transformers.Gemma4TextConfig(**fields | config)
             seen |= {"num_key_value_heads": 1, "global_head_dim": 16, "patch_size": 4}
+            stem = "Gemma4"
+            if family.startswith("gemma4_unified"):
+                stem, seen = "Gemma4Unified", {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 8}
+                for name in ("hidden_size_per_layer_input", "vocab_size_per_layer_input"):
+                    del fields[name]
+            configs = {kind: getattr(transformers, f"{stem}{kind}Config") for kind in ("Text", "Vision", "")}
+            language: Any = configs["Text"](**fields | config)
             made = (
-                transformers.Gemma4ForCausalLM(language)
-                if family == "gemma4"
-                else transformers.Gemma4ForConditionalGeneration(
-                    transformers.Gemma4Config(
-                        text_config=language, vision_config=transformers.Gemma4VisionConfig(**seen), **whole
-                    )
+                getattr(transformers, f"{stem}ForConditionalGeneration")(
+                    configs[""](text_config=language, vision_config=configs["Vision"](**seen), **whole)
                 )
+                if family.endswith("_vision")
+                else getattr(transformers, f"{stem}ForCausalLM")(language)
             )
         case "ministral3":
             fields |= {"head_dim": 16, "sliding_window": window, "rope_parameters": dict(TEMPERED)}

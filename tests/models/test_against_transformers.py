@@ -260,6 +260,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "gemma4-default-ropes": {"family": "gemma4", "rope_parameters": None, "layer_types": None, "seed": 1},
     "gemma4-vision": {"family": "gemma4_vision", "window": 9, **GEMMA4_SHARED},
+    "gemma4_unified": {"family": "gemma4_unified", "window": 9, "attention_k_eq_v": True, "kv_heads": 4},
+    "gemma4_unified-vision": {"family": "gemma4_unified_vision", "window": 9, "final_logit_softcapping": 30.0},
     "mistral3-tied": {"family": "mistral3"},
     "mistral3-untied": {"family": "mistral3", "tied": False, "window": 9},
     "ministral3-vision": {"family": "ministral3_vision", "tied": False},
@@ -509,14 +511,24 @@ def test_heads_of_layers_without_a_window_as_google_writes_them(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "case", ["gemma3-vision", "gemma4-vision", "mistral3-tied", "ministral3-vision", "qwen3_vl-tied", "qwen3_5-vision"]
+    "case",
+    [
+        "gemma3-vision",
+        "gemma4-vision",
+        "gemma4_unified-vision",
+        "mistral3-tied",
+        "ministral3-vision",
+        "qwen3_vl-tied",
+        "qwen3_5-vision",
+    ],
 )
 def test_what_is_left_out_is_said_once(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_checkpoint(tmp_path, **CASES[case])
     with caplog.at_level("INFO", logger="infer_models"):
         Driver(folder, torch.float32)
     (line,) = [line for line in caplog.messages if "only the language model is served" in line]
-    tower = "visual" if case.startswith("qwen") else "vision_tower"
+    towers = {"qwen": "visual", "gemma4_unified": "vision_embedder"}
+    tower = next((name for start, name in towers.items() if case.startswith(start)), "vision_tower")
     left = [x for name, x in load_file(folder / "model.safetensors").items() if "language_model" not in name]
     assert tower in line
     assert f"{len(left)} tensors ({sum(x.nbytes for x in left) / 2**20:.1f} MiB)" in line
@@ -555,7 +567,7 @@ def test_heads_of_a_delta_net_that_do_not_fit_are_refused(tmp_path: Path) -> Non
 LONG = (
     *(f"{family}-untied-2" for family in (*STATEFUL, "nemotron_h")),
     *("nemotron_h-experts", "gemma4-dense", "gemma4-inputs", "gemma4-shared", "gemma4-k-is-v", "gemma4-experts"),
-    *("mistral3-tied", "ministral3-vision", "qwen3_vl-tied"),
+    *("mistral3-tied", "ministral3-vision", "qwen3_vl-tied", "gemma4_unified-vision"),
     *(f"{family}-untied-2" for family in LATENT),
 )
 

@@ -16,7 +16,7 @@ from infer_models.exaone4 import Exaone4Config
 from infer_models.falcon_h1 import FalconH1Config, FalconH1Layer
 from infer_models.gemma2 import Gemma2Config
 from infer_models.gemma3 import Gemma3Config
-from infer_models.gemma4 import Gemma4
+from infer_models.gemma4 import Gemma4, Gemma4UnifiedConfig
 from infer_models.glm4 import Glm4Config
 from infer_models.glm4_moe import Glm4MoeConfig, Glm4MoeLayer
 from infer_models.gpt_oss import GptOssConfig, GptOssLayer
@@ -131,6 +131,15 @@ def infer_models() -> list[ModelRegistration]:
             lambda config, context, settings: Gemma4(config, context),
             "Gemma 4, text only",
             architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4TextModel"),
+        ),
+        ModelRegistration(
+            "gemma4_unified",
+            lambda config, context, settings: Gemma4(config, context, Gemma4UnifiedConfig),
+            "Gemma 4 of 12B, text only",
+            architectures=(
+                *("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
+                "Gemma4UnifiedTextModel",
+            ),
         ),
         ModelRegistration(
             "nemotron_h",

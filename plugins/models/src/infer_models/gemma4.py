@@ -148,6 +148,13 @@ class Gemma4Config(LlamaConfig):
         return [full if window is None else sliding for window in self.windows()]
 
 
+class Gemma4UnifiedConfig(Gemma4Config):
+    """Gemma 4 of 12B, whose towers are parts of a few products. It has neither inputs per layer nor experts."""
+
+    sliding_window: PositiveInt = 1024
+    hidden_size_per_layer_input: NonNegativeInt = 0
+
+
 class Gemma4Experts:
     """A mixture of experts beside the MLP. The router sees the residual stream with a norm of its own."""
 
@@ -287,8 +294,10 @@ class Gemma4(LanguageModel):
     config: Gemma4Config
     layers: list[Gemma4Layer]  # type: ignore[assignment]
 
-    def __init__(self, config: Mapping[str, Any], context: ModelContext) -> None:
-        super().__init__(config, context, Gemma4Config, Gemma4Layer)  # type: ignore[arg-type]
+    def __init__(
+        self, config: Mapping[str, Any], context: ModelContext, schema: type[Gemma4Config] = Gemma4Config
+    ) -> None:
+        super().__init__(config, context, schema, Gemma4Layer)  # type: ignore[arg-type]
         self.attention = self.attention[: self.config.first_shared]
         self.inputs = LayerInputs(self.weights, self.config) if self.config.hidden_size_per_layer_input else None
 
