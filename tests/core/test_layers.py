@@ -43,9 +43,12 @@ from infer_models.gemma3 import Gemma3Config
 from infer_models.glm4 import Glm4Config
 from infer_models.granite import GraniteConfig
 from infer_models.granite_hybrid import GraniteMoeHybridConfig, GraniteMoeHybridLayer
+from infer_models.granite_swa import GraniteSWAConfig
 from infer_models.lfm2 import Lfm2Config, Lfm2Layer
+from infer_models.lfm3 import Lfm3Config
 from infer_models.llama import LlamaConfig, LlamaLayer
 from infer_models.ministral import MinistralConfig
+from infer_models.ministral3 import Ministral3Config
 from infer_models.mistral import MistralConfig
 from infer_models.multimodal import LanguageModel
 from infer_models.nemotron_h import NemotronHConfig, NemotronHLayer
@@ -532,6 +535,7 @@ def hybrid(schema: type[LlamaConfig], layer: Any, **own: Any) -> Callable[[dict[
 MAMBA = {"mamba_n_heads": 2, "mamba_d_state": 4, "mamba_n_groups": 2}
 granite4 = hybrid(GraniteMoeHybridConfig, GraniteMoeHybridLayer, layer_types=["mamba", "attention"])
 lfm2 = hybrid(Lfm2Config, Lfm2Layer, layer_types=["conv", "full_attention"])
+lfm3 = hybrid(Lfm3Config, Lfm2Layer, layer_types=["conv", "full_attention"])
 nemotron = hybrid(NemotronHConfig, NemotronHLayer, hybrid_override_pattern="M*", mamba_num_heads=8, mamba_head_dim=4)
 falcon = hybrid(FalconH1Config, FalconH1Layer, mamba_d_ssm=8)
 
@@ -582,6 +586,9 @@ def gemma3(config: dict[str, Any]) -> LanguageModel:
         ),
         (like_llama(SmolLM3Config), {"no_rope_layers": [1, 2]}, "no_rope_layers: 1: Input should be 0 or 1 (it is 2)"),
         (like_llama(GraniteConfig), {"residual_multiplier": 0}, "residual_multiplier"),
+        (like_llama(GraniteSWAConfig), {"layer_rope_theta": [1.0]}, "layer_rope_theta has 1 entries, but num_hidden"),
+        (like_llama(GraniteSWAConfig), {"layer_rope_theta": [1.0, -1.0]}, "layer_rope_theta: 1: Input should be great"),
+        (like_llama(Ministral3Config), {"rope_scaling": {"type": "linear", "factor": 2}}, "knows 'default', 'yarn'"),
         (
             like_llama(MinistralConfig),
             {"layer_types": ["sliding_attention"] * 2, "sliding_window": None},
@@ -604,6 +611,9 @@ def gemma3(config: dict[str, Any]) -> LanguageModel:
         (lfm2, {"layer_types": ["conv"]}, "layer_types has 1 entries, but num_hidden_layers is 2"),
         (lfm2, {"layer_types": ["conv"] * 2}, "no layer has attention"),
         (lfm2, {"layer_types": ["mamba"] * 2}, "layer_types: 0: Input should be 'conv' or 'full_attention'"),
+        (lfm3, {"layer_types": ["conv", "mamba"]}, "layer_types: 1: Input should be 'conv', 'full_attention' or"),
+        (lfm3, {"layer_types": ["sliding_attention"] * 2, "sliding_window": None}, "no sliding_window"),
+        (lfm3, {"use_sandwich_norm": False}, "use_sandwich_norm: Input should be True (it is False)"),
         (
             nemotron,
             {"hybrid_override_pattern": "M*X"},

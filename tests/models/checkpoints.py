@@ -25,6 +25,7 @@ Family = Literal[
     "mixtral",
     "phi3",
     "olmo2",
+    "olmo3",
     "olmoe",
     "gemma3",
     "gemma3_vision",
@@ -49,6 +50,7 @@ Family = Literal[
     "youtu",
     "granite",
     "granite_moe",
+    "granite_swa",
     "smollm3",
     "glm4",
     "exaone4",
@@ -57,6 +59,8 @@ Family = Literal[
     "lfm2",
     "lfm2_moe",
     "lfm3",
+    "lfm2_vl",
+    "lfm3_vl",
     "granite_hybrid",
     "nemotron_h",
     "falcon_h1",
@@ -215,6 +219,13 @@ def make_model(
             made = transformers.Phi3ForCausalLM(transformers.Phi3Config(**fields | config))
         case "olmo2":
             made = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**fields | config))
+        case "olmo3":
+            ropes = {"full_attention": ROPES["yarn"], "sliding_attention": ROPES["default"]}
+            fields |= {"sliding_window": 9, "rope_parameters": ropes}
+            made = transformers.Olmo3ForCausalLM(transformers.Olmo3Config(**fields | config))
+        case "granite_swa":
+            fields |= {"sliding_window": 9, "layer_rope_theta": [1e4, 0.0, 1e3, 1e4], "attention_multiplier": 0.4}
+            made = transformers.GraniteSWAForCausalLM(transformers.GraniteSWAConfig(**fields | config))
         case "granite":
             factors = {"attention_multiplier": 0.4, "residual_multiplier": 1.4, "logits_scaling": 1.5}
             fields |= {"embedding_multiplier": 0.7, **factors}
@@ -293,6 +304,26 @@ def make_model(
                 fields |= {"layer_types": layer_types or ["conv", "sliding_attention", "full_attention", "conv"]}
             fields |= {"head_dim": 16, "sliding_window": 9}
             made = transformers.Lfm3ForCausalLM(transformers.Lfm3Config(**fields | config))
+        case "lfm2_vl":
+            fields |= {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 8}
+            made = transformers.Lfm2VlForConditionalGeneration(
+                transformers.Lfm2VlConfig(
+                    text_config=transformers.Lfm2Config(**fields | config),
+                    vision_config=transformers.Siglip2VisionConfig(**seen, num_patches=16, patch_size=4),
+                    **whole,
+                )
+            )
+        case "lfm3_vl":
+            kinds = ["conv", "sliding_attention", "full_attention", "conv"]
+            fields |= {"head_dim": 16, "layer_types": kinds, "sliding_window": 9}
+            del fields["rope_parameters"]
+            made = transformers.Lfm3VlForConditionalGeneration(
+                transformers.Lfm3VlConfig(
+                    text_config=transformers.Lfm3Config(**fields | config),
+                    vision_config=transformers.Lfm3VlVisionConfig(**seen | {"num_key_value_heads": 1}),
+                    **whole,
+                )
+            )
         case "granite_hybrid":
             factors = {"attention_multiplier": 0.4, "residual_multiplier": 1.4, "logits_scaling": 1.5}
             fields |= {"embedding_multiplier": 0.7, "num_local_experts": 6, "num_experts_per_tok": 2, **factors}

@@ -55,7 +55,7 @@ GEMMA4_SHARED: dict[str, Any] = {
 }
 FAMILIES: tuple[Family, ...] = (
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3"),
-    *("ministral", "ministral3", "granite", "smollm3", "glm4", "exaone4", "seed_oss", "gemma2"),
+    *("ministral", "ministral3", "granite", "granite_swa", "olmo3", "smollm3", "glm4", "exaone4", "seed_oss", "gemma2"),
     *("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe"),
     *("lfm2", "granite_hybrid", "nemotron_h", "falcon_h1", "bamba", "lfm2_moe", "lfm3"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
@@ -260,6 +260,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "gemma4-default-ropes": {"family": "gemma4", "rope_parameters": None, "layer_types": None, "seed": 1},
     "gemma4-vision": {"family": "gemma4_vision", "window": 9, **GEMMA4_SHARED},
+    "lfm2_vl": {"family": "lfm2_vl"},
+    "lfm3_vl": {"family": "lfm3_vl"},
+    "olmo3-plain": {"family": "olmo3", "rope_parameters": None, "attention_bias": True, "tied": False},
+    "granite_swa-usual": {"family": "granite_swa", "layer_rope_theta": None, "attention_bias": True},
     "gemma4_unified": {"family": "gemma4_unified", "window": 9, "attention_k_eq_v": True, "kv_heads": 4},
     "gemma4_unified-vision": {"family": "gemma4_unified_vision", "window": 9, "final_logit_softcapping": 30.0},
     "mistral3-tied": {"family": "mistral3"},
@@ -726,6 +730,8 @@ def test_old_spelling_of_the_rotary_kind(tmp_path: Path) -> None:
         ("ministral3-untied-2", "rope_parameters"),
         ("lfm3-untied-2", "rope_parameters"),
         ("lfm3-usual", "layer_types"),
+        ("olmo3-plain", "layer_types"),
+        ("granite_swa-usual", "layer_types"),
         ("qwen2_moe-window", "layer_types"),
     ],
 )

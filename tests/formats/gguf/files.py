@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
     "Olmo2ForCausalLM": gguf.MODEL_ARCH.OLMO2,
+    "Olmo3ForCausalLM": gguf.MODEL_ARCH.OLMO2,
     "MixtralForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
     "OlmoeForCausalLM": gguf.MODEL_ARCH.OLMOE,
@@ -376,6 +377,9 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
         writer.add_sliding_window(config["sliding_window"])
     elif arch == gguf.MODEL_ARCH.PHI3:
         writer.add_sliding_window(0)
+    elif arch == gguf.MODEL_ARCH.OLMO2 and "sliding_window" in config:
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
     match rope.get("rope_type"):
         case "linear":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)

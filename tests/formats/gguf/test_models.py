@@ -61,6 +61,8 @@ CASES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.75,
     },
     "olmo2": {"family": "olmo2", "rms_norm_eps": 0.01, "tied": False},
+    "olmo3": {"family": "olmo3", "rms_norm_eps": 0.01, "tied": False},
+    "olmo3-plain": {"family": "olmo3", "rope_parameters": None, "tied": False},
     "gemma2": {"family": "gemma2", "query_pre_attn_scalar": 16, "window": 9},
     "granite": {
         "family": "granite",

@@ -23,6 +23,7 @@ from infer_models.gpt_oss import GptOssConfig, GptOssLayer
 from infer_models.granite import GraniteConfig
 from infer_models.granite_hybrid import GraniteMoeHybridConfig, GraniteMoeHybridLayer
 from infer_models.granite_moe import GraniteMoeConfig, GraniteMoeLayer
+from infer_models.granite_swa import GraniteSWAConfig
 from infer_models.hybrid import HybridLayer
 from infer_models.latent import LatentLayer
 from infer_models.lfm2 import Lfm2Config, Lfm2Layer
@@ -37,6 +38,7 @@ from infer_models.mtp import MTPModel, NextLayerModel
 from infer_models.multimodal import LanguageModel
 from infer_models.nemotron_h import NemotronHConfig, NemotronHLayer
 from infer_models.olmo2 import Olmo2Config
+from infer_models.olmo3 import Olmo3Config
 from infer_models.olmoe import OlmoeConfig, OlmoeLayer
 from infer_models.phi3 import Phi3Config
 from infer_models.qwen2 import Qwen2Config
@@ -90,10 +92,12 @@ def infer_models() -> list[ModelRegistration]:
         _decoder("mixtral", "Mixtral", MixtralConfig, MixtralLayer),
         _decoder("phi3", "Phi-3, Phi-3.5 and Phi-4, text only", Phi3Config),
         _decoder("olmo2", "OLMo 2", Olmo2Config),
+        _decoder("olmo3", "OLMo 3", Olmo3Config),
         _decoder("olmoe", "OLMoE", OlmoeConfig, OlmoeLayer),
         _decoder("ministral", "Ministral", MinistralConfig),
         _decoder("ministral3", "Ministral 3", Ministral3Config),
         _decoder("granite", "Granite 3, dense", GraniteConfig),
+        _decoder("granite_swa", "Granite with windows", GraniteSWAConfig),
         _decoder("granite_moe", "Granite 3, mixtures of experts", GraniteMoeConfig, GraniteMoeLayer),
         _decoder(
             "granite_hybrid", "Granite 4, with and without Mamba 2", GraniteMoeHybridConfig, GraniteMoeHybridLayer
@@ -152,6 +156,15 @@ def infer_models() -> list[ModelRegistration]:
             lambda config, context, settings: _mistral3(config, context),
             "Mistral Small 3.1 and 3.2, Ministral 3 and Devstral Small 2, text only",
             architectures=("Mistral3ForConditionalGeneration",),
+        ),
+        *(
+            ModelRegistration(
+                f"{name}_vl",
+                lambda config, context, settings, schema=schema: LanguageModel(config, context, schema, Lfm2Layer),
+                f"{name.upper()}-VL, text only",
+                architectures=(f"{name.capitalize()}VlForConditionalGeneration",),
+            )
+            for name, schema in (("lfm2", Lfm2Config), ("lfm3", Lfm3Config))
         ),
         ModelRegistration(
             "qwen3_vl",

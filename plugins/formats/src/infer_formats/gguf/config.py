@@ -57,7 +57,7 @@ MIXED = ("granitehybrid", *NEMOTRON, *CONVOLVED)
 VARIED = ("gemma4", *DELTA)
 """Those that may have another number of K/V heads, or another width, in each layer."""
 WINDOWLESS = (
-    *("mistral3", "qwen2", "qwen3", "qwen3moe", "olmo2", "olmoe", "granite", "granitemoe", "smollm3"),
+    *("mistral3", "qwen2", "qwen3", "qwen3moe", "olmoe", "granite", "granitemoe", "smollm3"),
     *MAMBA,
     *CONVOLVED,
     *DELTA,
@@ -173,6 +173,9 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
         config |= gemma4(meta, tensors, read) | {"sliding_window": window}
     elif arch not in TURNED:
         config["attention_bias"] = "blk.0.attn_output.bias" in tensors
+        if arch == "olmo2" and window is not None:
+            kinds = {"layer_types": meta.layer_types(arch)}
+            config |= {"architectures": ["Olmo3ForCausalLM"], "sliding_window": window, **kinds}
     if window is not None and arch in WINDOWLESS:
         raise CheckpointError(
             f"{meta.path}: {at('attention.sliding_window')} is {window}; of {arch}, infer reads GGUF files without "

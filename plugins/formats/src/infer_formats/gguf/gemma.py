@@ -29,11 +29,8 @@ def gemma(meta: Metadata, arch: str, head_dim: int, even_split: int) -> dict[str
     if arch == "gemma2":
         return config
     config["rope_local_base_freq"] = meta.number(at("rope.freq_base_swa"), 10_000.0)
-    pattern = meta.values.get(at("attention.sliding_window_pattern"))
-    if isinstance(pattern, list):
-        kinds = {True: "sliding_attention", False: "full_attention"}
-        windows = meta.several(at("attention.sliding_window_pattern"), bool) or []
-        config["layer_types"] = [kinds[windowed] for windowed in windows]
+    if (kinds := meta.layer_types(arch)) is not None:
+        config["layer_types"] = kinds
     else:
         config["sliding_window_pattern"] = meta.whole(at("attention.sliding_window_pattern"), 6, least=1)
     return config

@@ -64,6 +64,13 @@ class Metadata:
             raise self.bad(key, f"for each of {count} layers either 0 or the same number from 1 to {MAX_SIZE - 1}")
         return list(value)
 
+    def layer_types(self, arch: str) -> list[str] | None:
+        """config.json's ``layer_types``: which layers have windows. None if there is no list of them."""
+        key, kinds = f"{arch}.attention.sliding_window_pattern", {True: "sliding_attention", False: "full_attention"}
+        if not isinstance(self.values.get(key), list):
+            return None
+        return [kinds[windowed] for windowed in self.several(key, bool) or []]
+
     def number(self, key: str, default: float | None = None) -> float | None:
         value = self._get(key)
         if value is None:
