@@ -421,12 +421,12 @@ def make_model(
             fields |= {"head_dim": 16, "sliding_window": window}
             fields.pop("layer_types", None)
             seen |= {"image_size": 28, "patch_size": 14}
-            text = transformers.MistralConfig
+            written: Any = transformers.MistralConfig
             if family == "ministral3_vision":
-                fields["rope_parameters"], text = dict(TEMPERED), transformers.Ministral3Config
+                fields["rope_parameters"], written = dict(TEMPERED), transformers.Ministral3Config
             made = transformers.Mistral3ForConditionalGeneration(
                 transformers.Mistral3Config(
-                    text_config=text(**fields | config),
+                    text_config=written(**fields | config),
                     vision_config=transformers.PixtralVisionConfig(**seen),
                     **whole,
                 )

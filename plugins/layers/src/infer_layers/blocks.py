@@ -166,8 +166,9 @@ class Attention:
         out_NHE = select(out_THE, rows_N)
         if gate is not None:
             # Not torch.sigmoid, whose vector and scalar forms differ in the last bit.
-            open_NH = 1.0 / (1.0 + torch.exp(-select(gate, rows_N).float().unflatten(1, (self.spec.num_heads, -1))))
-            out_NHE = (open_NH * out_NHE.float()).to(out_NHE.dtype)
+            open_N = 1.0 / (1.0 + torch.exp(-select(gate, rows_N).float()))
+            open_NHE = open_N.view(-1, self.spec.num_heads, gate.shape[1] // self.spec.num_heads)
+            out_NHE = (open_NHE * out_NHE.float()).to(out_NHE.dtype)
         return self._out(out_NHE.flatten(1))
 
     def _reading(self, x_ND: Tensor, rotary: Rotary | None, cache: KVCacheView, rows_N: Tensor | None) -> Tensor:

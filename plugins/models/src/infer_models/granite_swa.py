@@ -7,13 +7,14 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from infer_layers import LayerType, RopeParameters, layer_windows
+from infer_layers import LayerType, PositiveNumber, RopeParameters, layer_windows
 from infer_models.granite import GraniteConfig
 
 
 class GraniteSWAConfig(GraniteConfig):
     attention_sinks: ClassVar[bool] = True
 
+    rms_norm_eps: PositiveNumber = 1e-5
     tie_word_embeddings: bool = True
     sliding_window: PositiveInt | None = 128
     layer_types: list[LayerType] | None = None
