@@ -588,6 +588,11 @@ def gemma3(config: dict[str, Any]) -> LanguageModel:
         (like_llama(GraniteConfig), {"residual_multiplier": 0}, "residual_multiplier"),
         (like_llama(GraniteSWAConfig), {"layer_rope_theta": [1.0]}, "layer_rope_theta has 1 entries, but num_hidden"),
         (like_llama(GraniteSWAConfig), {"layer_rope_theta": [1.0, -1.0]}, "layer_rope_theta: 1: Input should be great"),
+        (
+            like_llama(Ministral3Config),
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta: Input should be less than or equal to 0",
+        ),
         (like_llama(Ministral3Config), {"rope_scaling": {"type": "linear", "factor": 2}}, "knows 'default', 'yarn'"),
         (
             like_llama(MinistralConfig),

@@ -620,12 +620,20 @@ def test_half_of_bambas_heads_rotates_whatever_the_config_says_outside(share: fl
     assert torch.equal(logits_of(folder), before)
 
 
-def test_a_language_model_that_is_not_known_is_refused(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, **CASES["mistral3-tied"])
+@pytest.mark.parametrize(
+    ("case", "kind", "known"),
+    [
+        ("mistral3-tied", "mistral4", "'mistral', 'ministral3'"),
+        ("mistral3-tied", ["mistral"], "'mistral', 'ministral3'"),
+        ("lfm2_vl", "lfm2_moe", "'lfm2'"),
+    ],
+)
+def test_a_language_model_that_is_not_known_is_refused(case: str, kind: Any, known: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, **CASES[case])
     config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["model_type"] = "mistral4"
+    config["text_config"]["model_type"] = kind
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"has model_type 'mistral4'; .* with 'mistral', 'ministral3'"):
+    with pytest.raises(CheckpointError, match=rf"has model_type {re.escape(repr(kind))}; .* with {known}\."):
         Driver(folder, torch.float32)
 
 
@@ -742,6 +750,15 @@ def test_a_config_that_leaves_a_field_out(case: str, key: str, tmp_path: Path) -
     (folder / "config.json").write_text(json.dumps(config))
     expected = expected_logits(folder, prompt())
     torch.testing.assert_close(logits_of(folder), expected, rtol=TOLERANCE, atol=10 * TOLERANCE)
+
+
+def test_tables_of_lfm3_that_leave_their_base_out(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, **CASES["lfm3-untied-2"])
+    config = json.loads((folder / "config.json").read_text())
+    for table in config["rope_parameters"].values():
+        del table["rope_theta"]
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.testing.assert_close(logits_of(folder), expected_logits(folder, prompt()), rtol=1e-4, atol=1e-3)
 
 
 one_of_each = pytest.mark.parametrize(

@@ -96,12 +96,34 @@ def test_calls_that_end_an_answer_end_its_reasoning(thought: str, reasoning: str
     assert told([thought], None, thinking=True)["reasoning_content"] == thought.strip()
 
 
-def test_many_calls_in_reasoning_take_time_in_proportion() -> None:
+@pytest.mark.parametrize("custom", [{}, {"alone": True}, {"held": ["clock.now"], "custom": ["clock.now"]}])
+def test_calls_that_a_grammar_would_hold_stay_reasoning(custom: dict[str, Any]) -> None:
+    """No grammar applies within the reasoning, where an answer may end."""
+    said = told([CALLED], "tags", thinking=True, **custom)
+    assert said == {
+        "content": "",
+        "reasoning_content": CALLED if custom else "",
+        "calls": [] if custom else [NOW],
+    }
+
+
+LOOPS = {
+    "calls": ("tags", '<tool_call>{"name": "clock.now", "arguments": {"a": "' * 100 + "<tool_call>" * 1000),
+    "marks": ("tags", "<tool_call>" * 1000 + "x"),
+    "objects": ("tags", '<tool_call>{"id":' * 600),
+    "python": ("python", "<|tool_call_start|>[clock.now(" * 300),
+    "sections": ("kimi", "<|tool_calls_section_begin|>" * 400 + "x"),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_many_calls_in_reasoning_take_time_in_proportion(loop: str) -> None:
     """Every character is read a bounded number of times, also where each mark may begin a call."""
+    format, text = LOOPS[loop]
     read = 0
 
     def reader(tools: Any) -> Any:
-        part = FORMATS["tags"].reader(tools)
+        part = FORMATS[format].reader(tools)
 
         class Counting:
             def push(self, text: str) -> Any:
@@ -113,11 +135,18 @@ def test_many_calls_in_reasoning_take_time_in_proportion() -> None:
 
         return Counting()
 
-    text = '<tool_call>{"name": "clock.now", "arguments": {"a": "' * 100 + "<tool_call>" * 1000
-    parser = make_parser(TOOLS, ToolFormat("counted", reader, marks=("<tool_call>",)), tags=THINK, thinking=True)
+    parser = make_parser(TOOLS, ToolFormat("counted", reader, marks=FORMATS[format].marks), tags=THINK, thinking=True)
     pieces = [*parser.push(text), *parser.flush()]
     assert "".join(piece.text for piece in pieces) == text
-    assert read < 3 * len(text)
+    assert read < 10 * len(text) + 8192
+
+
+def test_an_answer_that_may_call_nothing_needs_no_format() -> None:
+    def reader(tools: Any) -> Any:
+        raise AssertionError("nobody asks for calls")
+
+    parser = make_parser({}, ToolFormat("unasked", reader, marks=("<tool_call>",)), tags=THINK, thinking=True)
+    assert [*parser.push(f"{CALLED}</think>"), *parser.flush()] == [Piece("reasoning", CALLED)]
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_one_that_does_not_answer_is_not_none(monkeypatch: pytest.MonkeyPatch) -
             asked(url)
     assert not isinstance(error.value, NoServerError)
     assert str(error.value) == (
-        f"What listens at {url} does not answer within 0.1 seconds: try again, or start infer serve, or set --there."
+        f"The server at {url} does not answer within 0.1 seconds: try again, or start infer serve, or set --there."
     )
 
 

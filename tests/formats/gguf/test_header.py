@@ -291,6 +291,7 @@ MIXED: dict[str, tuple[Family, str, Any, str]] = {
         None,
         "temperature_scale is 0.1.*; it has to be 0, as rope.scaling.type is not yarn",
     ),
+    "windows' base": ("olmo3", "olmo2.rope.freq_base_swa", 7.0, "is 7.0; it has to be rope.freq_base, 10000"),
     "latent gating": (
         "deepseek_v3",
         "deepseek2.expert_gating_func",

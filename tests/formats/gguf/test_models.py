@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from tests.examples import slowly
 from tests.formats.gguf.files import gemma_pattern, quantized, write_gguf
 from tests.formats.gguf.test_blocks import NUMBERS, random_blocks
-from tests.models.checkpoints import ROPES, Family, write_checkpoint
+from tests.formats.gguf.test_header import edited
+from tests.models.checkpoints import ROPES, Family, Rope, write_checkpoint
 from tests.models.test_against_transformers import CASES as MODELS
 from tests.models.test_against_transformers import NEW, PROMPT, TOLERANCE, Driver, expected_logits, prompt
 from torch import Tensor
@@ -29,7 +30,9 @@ from infer.errors import CheckpointError
 from infer.weight import GroupedWeight
 from infer_formats.gguf import GGUF, GGUFFormat
 from infer_formats.gguf.header import TYPES
+from infer_formats.gguf.metadata import Metadata
 from infer_formats.gguf.names import DeltaHeads
+from infer_formats.gguf.rope import ministral
 
 GEMMA: dict[str, Any] = {"family": "gemma3", "query_pre_attn_scalar": 16, "window": 9}
 GEMMA |= {"layer_types": gemma_pattern(6), "num_hidden_layers": 6}
@@ -163,14 +166,33 @@ def test_plain_weights_are_those_of_the_folder(case: str, type: str, tmp_path: P
         assert len(against_transformers(file, folder)) > 3, "a constant answer shows little"
 
 
-def test_a_ministral_that_stretches_nothing_is_a_mistral(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rope", ["default", "linear"])
+def test_a_ministral_whose_queries_do_not_grow_is_a_mistral(rope: Rope, tmp_path: Path) -> None:
     """As newer files of Mistral Small 3 are."""
-    folder = write_checkpoint(tmp_path / "hub", "mistral")
+    folder = write_checkpoint(tmp_path / "hub", "mistral", rope=rope)
     expected = Driver(folder, torch.float32).prefill(prompt(), [PROMPT])
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Ministral3ForCausalLM"]}))
     write_gguf(folder, tmp_path / "model.gguf")
     assert torch.equal(Driver(tmp_path / "model.gguf", torch.float32).prefill(prompt(), [PROMPT]), expected)
+
+
+def test_magnitudes_of_a_ministral_are_multiplied() -> None:
+    meta = Metadata(Path("model.gguf"), {"mistral3.rope.scaling.yarn_log_multiplier": 0.7})
+    whole = {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.5 * (1 + 0.1 * math.log(8))}
+    made = ministral(meta, "mistral3", whole)["rope_scaling"]
+    assert made["attention_factor"] == pytest.approx(1.5 * (1 + 0.1 * math.log(8)) / (1 + 0.07 * math.log(8)))
+    assert made["llama_4_scaling_beta"] == 0
+
+
+def test_windows_of_olmo_3_may_be_a_period(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    folder = write_checkpoint(tmp_path / "hub", "olmo3", layer_types=kinds, window=9, tied=False)
+    expected = Driver(folder, torch.float32).prefill(prompt(), [PROMPT])
+    for period in (2, 4):
+        write_gguf(folder, tmp_path / "model.gguf", edit=edited("olmo2.attention.sliding_window_pattern", period))
+        found = Driver(tmp_path / "model.gguf", torch.float32).prefill(prompt(), [PROMPT])
+        assert torch.equal(found, expected) == (period == 2)
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", *slowly("gpt_oss", "granite_moe", "lfm2_moe")])

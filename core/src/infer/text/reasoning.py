@@ -63,6 +63,11 @@ def opens_reasoning(prompt: str, tags: ReasoningTags) -> bool:
     return prompt.rstrip().endswith(tags.opening)
 
 
+SPARE, AGAIN = 4096, 8
+"""How many characters of reasoning may be read again in search of calls: so many, and so many for each that has been
+read. Beyond that, what has been read is reasoning."""
+
+
 class _Calls(NamedTuple):
     """How calls begin, and what reads them."""
 
@@ -97,8 +102,11 @@ def _thought(reader: Reader, closing: str, calls: _Calls | None) -> Steps[str]:
     marks = Marks(closing, *(calls.marks if calls else ()))
     yield from spaces(reader)
     blank: list[str] = []
+    spare = SPARE
 
     def thought(text: str) -> Iterator[Piece]:
+        nonlocal spare
+        spare += AGAIN * len(text)
         if shown := text.rstrip():
             yield Piece("reasoning", "".join([*blank, shown]))
             blank.clear()
@@ -111,9 +119,14 @@ def _thought(reader: Reader, closing: str, calls: _Calls | None) -> Steps[str]:
             text += reader.take()
         yield from thought(text)
         if found and calls and found[0] != closing:
-            text, whole = yield from _called(reader, closing, found[0], calls.reader())
+            text, behind, whole = yield from _called(reader, closing, found[0], calls.reader())
             if whole:
                 return text
+            if len(behind) <= spare:
+                spare -= len(behind)
+                reader.untake(behind)
+            else:
+                text += behind
             yield from thought(text)
         elif found or reader.ended:
             reader.take(len(closing))
@@ -122,10 +135,10 @@ def _thought(reader: Reader, closing: str, calls: _Calls | None) -> Steps[str]:
             yield None
 
 
-def _called(reader: Reader, closing: str, mark: str, part: PartProtocol) -> Steps[tuple[str, bool]]:
-    """Take a text that begins with a mark and may be calls, up to where ``part`` finds anything else. Returns it, and
-    whether it is whole calls up to the end of the answer. It goes to ``part`` in characters, so that it does not matter
-    how it was cut."""
+def _called(reader: Reader, closing: str, mark: str, part: PartProtocol) -> Steps[tuple[str, str, bool]]:
+    """Take a text that begins with a mark and may be calls, up to where ``part`` finds anything else. Returns it, what
+    is behind it that a call may begin in, and whether it is whole calls up to the end of the answer. It goes to
+    ``part`` in characters, so that it does not matter how it was cut."""
     taken: list[str] = []
     arguments: list[list[str]] = []
     while not taken or not (yield from comes(reader, closing)):
@@ -136,13 +149,11 @@ def _called(reader: Reader, closing: str, mark: str, part: PartProtocol) -> Step
             elif piece.kind == "arguments":
                 arguments[-1].append(piece.text)
             elif piece.text.strip():
-                if not arguments:  # a call may begin in what follows the mark
-                    reader.untake("".join(taken[1:]))
-                    del taken[1:]
-                return "".join(taken), False
+                end = len(taken) if arguments else 1
+                return "".join(taken[:end]), "".join(taken[end:]), False
         if not more:
-            return "".join(taken), bool(arguments) and all(map(_whole, arguments))
-    return "".join(taken), False
+            return "".join(taken), "", bool(arguments) and all(map(_whole, arguments))
+    return "".join(taken), "", False
 
 
 def _whole(arguments: list[str]) -> bool:

@@ -75,8 +75,8 @@ def _decoder(
 
 
 def _mistral3(config: Mapping[str, Any], context: ModelContext) -> LanguageModel:
-    schemas: dict[object, type[DecoderConfig]] = {"mistral": MistralConfig, "ministral3": Ministral3Config}
-    schema = schemas.get(config_table(config, "text_config").get("model_type"), MistralConfig)
+    grows = config_table(config, "text_config").get("model_type") == "ministral3"
+    schema = Ministral3Config if grows else MistralConfig
     return LanguageModel(config, context, schema, LlamaLayer, ("mistral", "ministral3"))
 
 
@@ -160,7 +160,9 @@ def infer_models() -> list[ModelRegistration]:
         *(
             ModelRegistration(
                 f"{name}_vl",
-                lambda config, context, settings, schema=schema: LanguageModel(config, context, schema, Lfm2Layer),
+                lambda config, context, settings, name=name, schema=schema: LanguageModel(
+                    config, context, schema, Lfm2Layer, (name,)
+                ),
                 f"{name.upper()}-VL, text only",
                 architectures=(f"{name.capitalize()}VlForConditionalGeneration",),
             )

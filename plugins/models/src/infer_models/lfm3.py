@@ -53,5 +53,9 @@ class Lfm3Config(Lfm2Config):
     def ropes(self, config: Mapping[str, Any]) -> Sequence[RopeParameters | None]:
         config = {**config, "rope_parameters": config.get("rope_parameters") or ROPES}
         kinds = self.kinds()
-        read = {kind: RopeParameters.read(config, kind, partial=kind == "full_attention") for kind in ROPES}
+        theta = self.default_theta
+        read = {
+            kind: RopeParameters.read(config, kind, partial=kind == "full_attention", default_theta=theta)
+            for kind in ROPES
+        }
         return [read.get(kind) for kind in kinds]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from infer_layers import PositiveNumber, RopeParameters, TemperedYarnRope
 from infer_models.llama import LlamaConfig
@@ -21,8 +21,14 @@ ROPE: Mapping[str, Any] = {
 }
 
 
+class LevelRope(RopeParameters, frozen=True):
+    """Queries that do not grow are all that this kind has."""
+
+    llama_4_scaling_beta: Annotated[float, Field(ge=0, le=0)] = 0.0
+
+
 class Ministral3Config(LlamaConfig):
-    rope_kinds: ClassVar[Mapping[str, type[RopeParameters]]] = {"default": RopeParameters, "yarn": TemperedYarnRope}
+    rope_kinds: ClassVar[Mapping[str, type[RopeParameters]]] = {"default": LevelRope, "yarn": TemperedYarnRope}
     default_theta: ClassVar[float] = 1_000_000.0
 
     head_dim: PositiveInt | None = 128

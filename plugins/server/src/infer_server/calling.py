@@ -236,13 +236,15 @@ def make_parser(
     tags: ReasoningTags | None = None,
     thinking: bool = False,
     custom: Collection[str] = (),
+    held: Collection[str] = (),
     exact: bool = False,
 ) -> PartProtocol:
     """The parser of one answer. The answer may call ``tools``, more than once if ``parallel``. ``forced`` means that
     a schema (``calls_schema``) restricts it to calls; one that is cut off before its arguments is content. ``alone``
     means that it holds nothing besides calls, or none. The model reasons between ``tags``, if given; ``thinking`` means
-    that the prompt has opened them. ``custom`` are those of the tools that take a text. ``exact`` keeps the whitespace
-    that follows the reasoning."""
+    that the prompt has opened them. ``custom`` are those of the tools that take a text, and ``held`` those whose text
+    follows a grammar, which does not apply within the reasoning. ``exact`` keeps the whitespace that follows the
+    reasoning."""
     part = read_content(tags, tools)
     if tools and (forced or tool_format is not None):
         if forced:
@@ -252,8 +254,9 @@ def make_parser(
             part = Alone(tool_format.reader(tools)) if alone else tool_format.reader(tools)
         part = Answer(part, most=None if parallel else 1)
         part = Inputs(part, custom) if custom else part
-    own = None if forced else tool_format
-    return read_reasoning(part, tags, thinking=thinking, exact=exact, tool_format=own, tools=tools)
+    free = {name: schema for name, schema in tools.items() if name not in held}
+    own = tool_format if free and not (forced or alone) else None
+    return read_reasoning(part, tags, thinking=thinking, exact=exact, tool_format=own, tools=free)
 
 
 def calls_schema(tools: Sequence[dict[str, Any]], most: int | None) -> dict[str, Any]:

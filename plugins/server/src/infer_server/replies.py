@@ -143,6 +143,7 @@ class Reply:
             tags=self.tags,
             thinking=self.thinking,
             custom=self.tools.custom,
+            held=self.tools.grammars,
         )
 
     def thoughts(self, tokens: Tokens) -> Thoughts | None:

@@ -58,7 +58,9 @@ class Reader:
 
     def untake(self, text: str) -> None:
         """Put back what was taken last."""
-        self._text, self._at = text + self.take(), 0
+        if self._at < len(text):
+            self._text, self._at = text + self.take(), len(text)
+        self._at -= len(text)
 
     def find(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         """The first match in what has not been taken."""

@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
-    "mistral3": "Ministral3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
@@ -33,6 +32,7 @@ ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
@@ -174,8 +174,7 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
     elif arch not in TURNED:
         config["attention_bias"] = "blk.0.attn_output.bias" in tensors
         if arch == "olmo2" and window is not None:
-            kinds = {"layer_types": meta.layer_types(arch)}
-            config |= {"architectures": ["Olmo3ForCausalLM"], "sliding_window": window, **kinds}
+            config |= _windowed(meta, arch, config) | {"sliding_window": window}
     if window is not None and arch in WINDOWLESS:
         raise CheckpointError(
             f"{meta.path}: {at('attention.sliding_window')} is {window}; of {arch}, infer reads GGUF files without "
@@ -189,6 +188,21 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
     if unread:
         log.warning("%s: infer does not know what these settings mean: %s", meta.path, ", ".join(unread))
     return config
+
+
+def _windowed(meta: Metadata, arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the config of OLMo 3 has beside that of OLMo 2. ``yarn_attn_factor`` follows from other settings, and
+    llama.cpp rotates by one base in all layers."""
+    at, base = functools.partial("{}.{}".format, arch), config["rope_theta"]
+    meta.read.add(at("rope.scaling.yarn_attn_factor"))
+    if meta.number(at("rope.freq_base_swa"), base) != base:
+        raise meta.bad(at("rope.freq_base_swa"), f"rope.freq_base, {base:g}")
+    kinds = meta.layer_types(arch)
+    if kinds is None:
+        every = meta.whole(at("attention.sliding_window_pattern"), 4, least=1) or 4
+        layers = range(1, config["num_hidden_layers"] + 1)
+        kinds = ["sliding_attention" if i % every else "full_attention" for i in layers]
+    return {"architectures": ["Olmo3ForCausalLM"], "layer_types": kinds}
 
 
 def _dtype(tensors: Mapping[str, TensorInfo]) -> str:

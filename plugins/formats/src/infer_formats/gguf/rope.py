@@ -63,16 +63,20 @@ def rope_scaling(
 
 
 def ministral(meta: Metadata, arch: str, scaling: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What Ministral 3's config has beside the others. Where nothing is stretched, it is Mistral Small 3's."""
+    """What Ministral 3's config has beside the others. Where nothing is stretched by YaRN, it is Mistral's."""
     at = functools.partial("{}.{}".format, arch)
     beta, sharper = at("attention.temperature_scale"), meta.number(at("rope.scaling.yarn_log_multiplier"))
     growth = meta.number(beta, 0.0)
-    if scaling is None and not growth:
-        return {"architectures": ["MistralForCausalLM"], "sliding_window": None}
     if scaling is None or scaling["rope_type"] != "yarn":
-        raise meta.bad(beta, "0, as rope.scaling.type is not yarn")
-    both = {"mscale": 1.0, "mscale_all_dim": sharper} if sharper else {}
-    return {"rope_scaling": {**scaling, **both, "llama_4_scaling_beta": growth}}
+        if growth:
+            raise meta.bad(beta, "0, as rope.scaling.type is not yarn")
+        return {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+    made = {**scaling, "llama_4_scaling_beta": growth}
+    if sharper and "attention_factor" in made:
+        made["attention_factor"] /= 1 + 0.1 * sharper * math.log(made["factor"])
+    elif sharper:
+        made |= {"mscale": 1.0, "mscale_all_dim": sharper}
+    return {"rope_scaling": made}
 
 
 def _follows(meta: Metadata, arch: str, magnitude: float, original: int | None) -> bool:

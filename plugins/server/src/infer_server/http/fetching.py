@@ -67,7 +67,7 @@ def served_models(url: str, server: ServerSettings, setting: str) -> list[Served
             body = response.read()
     except TimeoutError:
         raise InferError(
-            f"What listens at {url} does not answer within {TIMEOUT_S:g} seconds: try again, or {way_out}."
+            f"The server at {url} does not answer within {TIMEOUT_S:g} seconds: try again, or {way_out}."
         ) from None
     except OSError as error:
         raise NoServerError(f"No server answers at {url} ({error}): {way_out}.") from None
