@@ -281,6 +281,18 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "layer_types": ["conv", "sliding_attention", "full_attention"],
         "sliding_window": 30,
     },
+    "laguna": COMMON
+    | {
+        "architectures": ["LagunaForCausalLM"],
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_attention_heads_per_layer": [4, 6],
+        "sliding_window": 30,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
     "granite_hybrid": COMMON
     | {
         "architectures": ["GraniteMoeHybridForCausalLM"],

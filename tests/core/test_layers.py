@@ -44,6 +44,7 @@ from infer_models.glm4 import Glm4Config
 from infer_models.granite import GraniteConfig
 from infer_models.granite_hybrid import GraniteMoeHybridConfig, GraniteMoeHybridLayer
 from infer_models.granite_swa import GraniteSWAConfig
+from infer_models.laguna import LagunaConfig, LagunaLayer
 from infer_models.lfm2 import Lfm2Config, Lfm2Layer
 from infer_models.lfm3 import Lfm3Config
 from infer_models.llama import LlamaConfig, LlamaLayer
@@ -536,6 +537,7 @@ MAMBA = {"mamba_n_heads": 2, "mamba_d_state": 4, "mamba_n_groups": 2}
 granite4 = hybrid(GraniteMoeHybridConfig, GraniteMoeHybridLayer, layer_types=["mamba", "attention"])
 lfm2 = hybrid(Lfm2Config, Lfm2Layer, layer_types=["conv", "full_attention"])
 lfm3 = hybrid(Lfm3Config, Lfm2Layer, layer_types=["conv", "full_attention"])
+laguna = hybrid(LagunaConfig, LagunaLayer)
 nemotron = hybrid(NemotronHConfig, NemotronHLayer, hybrid_override_pattern="M*", mamba_num_heads=8, mamba_head_dim=4)
 falcon = hybrid(FalconH1Config, FalconH1Layer, mamba_d_ssm=8)
 
@@ -616,6 +618,9 @@ def gemma3(config: dict[str, Any]) -> LanguageModel:
         (lfm2, {"layer_types": ["conv"]}, "layer_types has 1 entries, but num_hidden_layers is 2"),
         (lfm2, {"layer_types": ["conv"] * 2}, "no layer has attention"),
         (lfm2, {"layer_types": ["mamba"] * 2}, "layer_types: 0: Input should be 'conv' or 'full_attention'"),
+        (laguna, {"num_attention_heads_per_layer": [2]}, "num_attention_heads_per_layer has 1 entries, but num_hidden"),
+        (laguna, {"moe_router_logit_softcapping": 3.0}, "moe_router_logit_softcapping: Input should be less than or"),
+        (laguna, {"gating": "per-row"}, "gating"),
         (lfm3, {"layer_types": ["conv", "mamba"]}, "layer_types: 1: Input should be 'conv', 'full_attention' or"),
         (lfm3, {"layer_types": ["sliding_attention"] * 2, "sliding_window": None}, "no sliding_window"),
         (lfm3, {"use_sandwich_norm": False}, "use_sandwich_norm: Input should be True (it is False)"),

@@ -59,6 +59,7 @@ Family = Literal[
     "lfm2",
     "lfm2_moe",
     "lfm3",
+    "laguna",
     "lfm2_vl",
     "lfm3_vl",
     "granite_hybrid",
@@ -304,6 +305,17 @@ def make_model(
                 fields |= {"layer_types": layer_types or ["conv", "sliding_attention", "full_attention", "conv"]}
             fields |= {"head_dim": 16, "sliding_window": 9}
             made = transformers.Lfm3ForCausalLM(transformers.Lfm3Config(**fields | config))
+        case "laguna":
+            if rope == "default":
+                del fields["rope_parameters"]
+            fields |= {"head_dim": 16, "sliding_window": 9, "num_experts": 6, "num_experts_per_tok": 2}
+            fields |= {"layer_types": ["full_attention", "sliding_attention"] * 2}
+            fields |= {"num_attention_heads_per_layer": [HEADS, 2 * HEADS] * 2, "moe_routed_scaling_factor": 1.5}
+            fields |= {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+            made = transformers.LagunaForCausalLM(transformers.LagunaConfig(**fields | config))
+            for layer in made.model.layers:
+                if hasattr(layer.mlp, "experts"):
+                    layer.mlp.gate.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, 6))
         case "lfm2_vl":
             fields |= {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 8}
             made = transformers.Lfm2VlForConditionalGeneration(

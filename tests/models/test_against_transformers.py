@@ -57,7 +57,7 @@ FAMILIES: tuple[Family, ...] = (
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3"),
     *("ministral", "ministral3", "granite", "granite_swa", "olmo3", "smollm3", "glm4", "exaone4", "seed_oss", "gemma2"),
     *("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe"),
-    *("lfm2", "granite_hybrid", "nemotron_h", "falcon_h1", "bamba", "lfm2_moe", "lfm3"),
+    *("lfm2", "granite_hybrid", "nemotron_h", "falcon_h1", "bamba", "lfm2_moe", "lfm3", "laguna"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
     *("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu"),
 )
@@ -69,7 +69,16 @@ STATEFUL = (
 )
 MIXTURES = (
     *("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe"),
-    *("granite_hybrid", "lfm2_moe", "qwen3_5_moe", "qwen3_next", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"),
+    *(
+        "granite_hybrid",
+        "laguna",
+        "lfm2_moe",
+        "qwen3_5_moe",
+        "qwen3_next",
+        "glm4_moe_lite",
+        "deepseek_v2",
+        "deepseek_v3",
+    ),
 )
 """Rounding may give a token other experts, where the router is undecided."""
 NEW_FAMILIES: tuple[Family, ...] = FAMILIES[7:]
@@ -184,6 +193,13 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "conv_L_cache": 4,
         "sliding_window": 30,
+    },
+    "laguna-each": {
+        "family": "laguna",
+        "gating": "per-element",
+        "attention_bias": True,
+        "mlp_layer_types": ["sparse", "dense", "dense", "sparse"],
+        "num_attention_heads_per_layer": None,
     },
     "lfm3-usual": {"family": "lfm3", "num_hidden_layers": 6},
     "granite_hybrid-dense": {
@@ -705,8 +721,12 @@ def logits_of(folder: Path) -> Tensor:
         "gemma3-tied-2",
         "gemma3-linear-rope",
         "gemma3-vision",
-        # LFM3's layers rotate in two ways, which it has no form for.
-        *(pytest.param(f"{family}-tied-2", marks=pytest.mark.slow) for family in NEW_FAMILIES if family != "lfm3"),
+        # Layers of LFM3 and Laguna rotate in two ways, which it has no form for.
+        *(
+            pytest.param(f"{family}-tied-2", marks=pytest.mark.slow)
+            for family in NEW_FAMILIES
+            if family not in ("lfm3", "laguna")
+        ),
     ],
 )
 def test_configs_of_transformers_4(case: str, tmp_path: Path) -> None:

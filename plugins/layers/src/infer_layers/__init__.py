@@ -4,7 +4,7 @@ When a layer is constructed, it declares the checkpoint names it is made from, s
 bottom and every name in a checkpoint has exactly one owner. Shapes: see ``infer/contracts/__init__.py``.
 """
 
-from infer_layers.blocks import Attention, GatedMLP, select
+from infer_layers.blocks import Attention, Gate, GatedMLP, select
 from infer_layers.config import HiddenAct, LayerType, PositiveNumber, config_table, layer_windows, read_config
 from infer_layers.decoder import Decoder, DecoderConfig, DecoderLayer, nth
 from infer_layers.experts import Experts
@@ -24,6 +24,7 @@ __all__ = [
     "DeltaSizes",
     "Embedding",
     "Experts",
+    "Gate",
     "GatedDeltaNet",
     "GatedMLP",
     "Head",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +44,17 @@ class GatedMLP:
         return self._down(self._gate_up(x_TD))
 
 
+class Gate(NamedTuple):
+    """What multiplies the results of attention: an activation of a projection of x, one value for each head or for each
+    of its values."""
+
+    name: str
+    """The checkpoint's name of the projection."""
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    each: bool = False
+    """Whether each of a head's values has its own."""
+
+
 class Attention:
     """The q, K and V projections, optional norms of q and K, rotary embedding (unless ``rope`` is None), attention over
     the cache, and the output projection.
@@ -59,7 +71,7 @@ class Attention:
     ``layer`` is the layer whose K and V are read, and x has the wanted rows only.
 
     If ``gated``, a head's rows of q are followed by those of its gate, and the sigmoid of that multiplies what the head
-    yields. ``head_gate`` is the checkpoint's name of a projection that has one such gate for all of a head.
+    yields. A ``gate`` is a projection of its own.
 
     Raises CheckpointError if the numbers of heads do not fit each other or the head size is odd.
     """
@@ -84,7 +96,7 @@ class Attention:
         v_norm_eps: float | None = None,
         shared: bool = False,
         gated: bool = False,
-        head_gate: str | None = None,
+        gate: Gate | None = None,
         in_size: int | None = None,
     ) -> None:
         H, K, E = spec.num_heads, spec.num_kv_heads, spec.head_size
@@ -105,18 +117,22 @@ class Attention:
             heads = [torch.arange(0, width, width // H)[:, None] + head_E]
             heads += [torch.arange(E, width, 2 * E)[:, None] + plain_E] if gated else []
             heads += [torch.arange(width, width + K * E, E)[:, None] + head_E]
-            gates = 0 if head_gate is None else H
+            gates = 0 if gate is None else H * (E if gate.each else 1)
             order_N = torch.cat((*(each.flatten() for each in heads), torch.arange(K * E + gates) + width + K * E))
         names = [f"{name}.{part}" for part in qkv]
         parts = "q" if shared else "qk" if len(qkv) == 2 else "qkv"
         widths = {"q": width, "k": K * E, "v": K * E}
         rows, biased = [widths[part] for part in parts], [part in biases for part in parts]
-        if head_gate is not None:
-            names, rows, biased = [*names, f"{name}.{head_gate}"], [*rows, H], [*biased, False]
+        if gate is not None:
+            assert not gated
+            assert not shared
+            names, biased = [*names, f"{name}.{gate.name}"], [*biased, False]
+            rows = [*rows, H * (E if gate.each else 1)]
         self._qkv = Linear(weights, names, in_size or size, rows, biased, order=order_N)
         self._sizes = [H * E] * gated + [H * E, *self._qkv.sizes[1:]]
-        self._gate = 0 if gated else None if head_gate is None else -1
+        self._gate = 0 if gated else None if gate is None else -1
         """Where the gates are behind q."""
+        self._open = _softplus if gate and gate.activation == "softplus" else _sigmoid
         self._v_norm: tuple[Tensor, float] | None = None
         if v_norm_eps is not None and not shared:
             ones_E = torch.ones(E, dtype=weights.context.dtype, device=weights.context.device)
@@ -165,8 +181,7 @@ class Attention:
         out_THE = cache.attend(self.layer, q_THE, k_TKE, v_TKE, rotary)
         out_NHE = select(out_THE, rows_N)
         if gate is not None:
-            # Not torch.sigmoid, whose vector and scalar forms differ in the last bit.
-            open_N = 1.0 / (1.0 + torch.exp(-select(gate, rows_N).float()))
+            open_N = self._open(select(gate, rows_N).float())
             open_NHE = open_N.view(-1, self.spec.num_heads, gate.shape[1] // self.spec.num_heads)
             out_NHE = (open_NHE * out_NHE.float()).to(out_NHE.dtype)
         return self._out(out_NHE.flatten(1))
@@ -180,6 +195,15 @@ class Attention:
         rotary = rotary._replace(norms=self._head_norms)
         out_THE = cache.attend(self.layer, q_THE, None, None, rotary)
         return self._out(select(out_THE, rows_N).flatten(1))
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    # Not torch.sigmoid, whose vector and scalar forms differ in the last bit.
+    return 1.0 / (1.0 + torch.exp(-x))
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
 
 
 def select(x: Tensor, rows_N: Tensor | None) -> Tensor:

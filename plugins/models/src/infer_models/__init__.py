@@ -25,6 +25,7 @@ from infer_models.granite_hybrid import GraniteMoeHybridConfig, GraniteMoeHybrid
 from infer_models.granite_moe import GraniteMoeConfig, GraniteMoeLayer
 from infer_models.granite_swa import GraniteSWAConfig
 from infer_models.hybrid import HybridLayer
+from infer_models.laguna import LagunaConfig, LagunaLayer
 from infer_models.latent import LatentLayer
 from infer_models.lfm2 import Lfm2Config, Lfm2Layer
 from infer_models.lfm2_moe import Lfm2MoeConfig, Lfm2MoeLayer
@@ -104,6 +105,7 @@ def infer_models() -> list[ModelRegistration]:
         ),
         _decoder("lfm2", "LFM2, dense", Lfm2Config, Lfm2Layer),
         _decoder("lfm2_moe", "LFM2, mixtures of experts", Lfm2MoeConfig, Lfm2MoeLayer),
+        _decoder("laguna", "Laguna", LagunaConfig, LagunaLayer),
         _decoder("lfm3", "LFM3", Lfm3Config, Lfm2Layer),
         _decoder("falcon_h1", "Falcon-H1", FalconH1Config, FalconH1Layer),
         _decoder("bamba", "Bamba", BambaConfig, HybridLayer),

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from infer_layers import LayerType, RopeParameters, layer_windows
+from infer_layers import Gate, LayerType, RopeParameters, layer_windows
 from infer_models.lfm2 import Lfm2Config
 
 ROPES: Mapping[str, Any] = {
@@ -35,8 +35,8 @@ class Lfm3Config(Lfm2Config):
         return self.intermediate_size
 
     @property
-    def head_gate(self) -> str | None:
-        return "gate_proj" if self.use_attention_gate else None
+    def attention_gate(self) -> Gate | None:
+        return Gate("gate_proj") if self.use_attention_gate else None
 
     def kinds(self) -> Sequence[Kind]:
         """What each layer lets tokens see those before them by."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from infer.contracts.attention import AttentionSpec, Rotary
 from infer.contracts.cache import KVCacheView
-from infer_layers import Attention, DecoderConfig, GatedMLP, HiddenAct, Norm, RopeParameters, Weights, nth, select
+from infer_layers import Attention, DecoderConfig, Gate, GatedMLP, HiddenAct, Norm, RopeParameters, Weights, nth, select
 
 
 class LlamaConfig(DecoderConfig):
@@ -41,8 +41,8 @@ class LlamaConfig(DecoderConfig):
         return self.qk_norm
 
     @property
-    def head_gate(self) -> str | None:
-        """As in ``Attention``."""
+    def attention_gate(self) -> Gate | None:
+        """As ``gate`` in ``Attention``."""
         return None
 
     @property
@@ -103,7 +103,7 @@ class LlamaLayer:
             qk_norms=c.qk_norms,
             interleaved=c.rotary_interleaved,
             gated=c.attention_gated,
-            head_gate=c.head_gate,
+            gate=c.attention_gate,
         )
 
     def feed_forward(self, w: Weights, name: str, index: int, c: Any) -> Callable[[Tensor], Tensor]:
