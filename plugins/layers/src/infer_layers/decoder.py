@@ -46,6 +46,8 @@ class DecoderConfig(BaseModel, extra="ignore"):
     """As in ``RMSNorm``."""
     attention_sinks: ClassVar[bool] = False
     """Whether attention has a tensor ``sinks``, as ``AttentionSpec.sinks_H``."""
+    per_layer: ClassVar[tuple[str, ...]] = ()
+    """The fields that are lists with an entry for each layer, or None."""
     embedding_name: ClassVar[str] = "model.embed_tokens"
     """The checkpoint's name of the embedding."""
     layers_name: ClassVar[str] = "model.layers"
@@ -90,6 +92,14 @@ class DecoderConfig(BaseModel, extra="ignore"):
     def _heads(self) -> Self:
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError("without head_dim, hidden_size has to be a multiple of num_attention_heads")
+        return self
+
+    @model_validator(mode="after")
+    def _lists(self) -> Self:
+        for name in self.per_layer:
+            found, count = getattr(self, name), self.num_hidden_layers
+            if found is not None and len(found) != count:
+                raise ValueError(f"{name} has {len(found)} entries, but num_hidden_layers is {count}")
         return self
 
     @property

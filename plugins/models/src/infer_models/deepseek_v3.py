@@ -3,9 +3,9 @@ experts behind some dense layers, without groups of experts."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt
 
 from infer_layers import PositiveNumber
 from infer_models.glm4_moe import Glm4MoeConfig, Glm4MoeLayer
@@ -23,6 +23,8 @@ class DeepseekV3Config(LatentConfig, Glm4MoeConfig):
 
 
 class Glm4MoeLiteConfig(LatentConfig, Glm4MoeConfig):
+    per_layer: ClassVar[tuple[str, ...]] = ("mlp_layer_types",)
+
     rms_norm_eps: PositiveNumber = 1e-5
     n_routed_experts: PositiveInt = Field(64, validation_alias=AliasChoices("n_routed_experts", "num_local_experts"))
     moe_intermediate_size: PositiveInt = 1536
@@ -33,15 +35,6 @@ class Glm4MoeLiteConfig(LatentConfig, Glm4MoeConfig):
     routed_scaling_factor: PositiveNumber = 1.8
     mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
     """Without it, the first ``first_k_dense_replace`` layers are dense."""
-
-    @model_validator(mode="after")
-    def _types(self) -> Self:
-        if self.mlp_layer_types is not None and len(self.mlp_layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"mlp_layer_types has {len(self.mlp_layer_types)} entries, but num_hidden_layers is "
-                f"{self.num_hidden_layers}"
-            )
-        return self
 
     def sparse(self, index: int) -> bool:
         types = self.mlp_layer_types

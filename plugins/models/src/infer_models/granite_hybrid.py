@@ -4,9 +4,9 @@ layers' attention, or of none, and mostly without rotation."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar
 
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from infer_layers import GatedMLP, RopeParameters, Weights
@@ -16,6 +16,8 @@ from infer_models.hybrid import HybridConfig, HybridLayer, HybridLayerType
 
 
 class GraniteMoeHybridConfig(HybridConfig, GraniteConfig):
+    per_layer: ClassVar[tuple[str, ...]] = ("layer_types",)
+
     num_local_experts: NonNegativeInt = 8
     num_experts_per_tok: NonNegativeInt = 2
     shared_intermediate_size: PositiveInt = 1024
@@ -23,14 +25,6 @@ class GraniteMoeHybridConfig(HybridConfig, GraniteConfig):
     """``rope``; anything else rotates nothing."""
     layer_types: list[HybridLayerType] | None = None
     """Without it, all layers have Mamba."""
-
-    @model_validator(mode="after")
-    def _types(self) -> Self:
-        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types has {len(self.layer_types)} entries, but num_hidden_layers is {self.num_hidden_layers}"
-            )
-        return self
 
     def attends(self, index: int) -> bool:
         return self.layer_types is not None and self.layer_types[index] == "attention"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from infer_layers import LayerType, PositiveNumber, RopeParameters, layer_windows
 from infer_models.granite import GraniteConfig
 
 
 class GraniteSWAConfig(GraniteConfig):
+    per_layer: ClassVar[tuple[str, ...]] = ("layer_rope_theta",)
     attention_sinks: ClassVar[bool] = True
 
     rms_norm_eps: PositiveNumber = 1e-5
@@ -20,15 +21,6 @@ class GraniteSWAConfig(GraniteConfig):
     layer_types: list[LayerType] | None = None
     layer_rope_theta: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = None
     """0 for a layer that rotates nothing; without it, all have the same."""
-
-    @model_validator(mode="after")
-    def _thetas(self) -> Self:
-        if self.layer_rope_theta is not None and len(self.layer_rope_theta) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_rope_theta has {len(self.layer_rope_theta)} entries, but num_hidden_layers is "
-                f"{self.num_hidden_layers}"
-            )
-        return self
 
     def windows(self) -> list[int | None]:
         count = self.num_hidden_layers

@@ -4,9 +4,9 @@ sigmoids with a bias; an MLP for all tokens is added."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from infer.contracts.attention import AttentionSpec
@@ -30,6 +30,8 @@ ROPES: Mapping[str, Any] = {
 
 
 class LagunaConfig(LlamaConfig):
+    per_layer: ClassVar[tuple[str, ...]] = ("num_attention_heads_per_layer", "mlp_layer_types")
+
     head_dim: PositiveInt = 128
     num_attention_heads_per_layer: list[PositiveInt] | None = None
     sliding_window: PositiveInt | None = 512
@@ -44,14 +46,6 @@ class LagunaConfig(LlamaConfig):
     moe_routed_scaling_factor: PositiveNumber = 1.0
     moe_apply_router_weight_on_input: Literal[False] = False
     moe_router_logit_softcapping: Annotated[float, Field(ge=0, le=0)] = 0.0
-
-    @model_validator(mode="after")
-    def _lists(self) -> Self:
-        for name in ("num_attention_heads_per_layer", "mlp_layer_types"):
-            found = getattr(self, name)
-            if found is not None and len(found) != self.num_hidden_layers:
-                raise ValueError(f"{name} has {len(found)} entries, but num_hidden_layers is {self.num_hidden_layers}")
-        return self
 
     @property
     def has_qk_norm(self) -> bool:

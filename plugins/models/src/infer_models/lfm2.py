@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from infer.contracts.attention import AttentionSpec
@@ -16,6 +16,7 @@ from infer_models.llama import LlamaConfig, LlamaLayer, Mixer
 
 
 class Lfm2Config(LlamaConfig):
+    per_layer: ClassVar[tuple[str, ...]] = ("layer_types",)
     default_theta: ClassVar[float] = 1_000_000.0
     norm_name: ClassVar[str] = "model.embedding_norm"
     norms_before: ClassVar[tuple[str, ...]] = ("operator_norm", "ffn_norm")
@@ -38,14 +39,6 @@ class Lfm2Config(LlamaConfig):
     full_attn_idxs: list[NonNegativeInt] | None = None
     layer_types: list[Literal["conv", "full_attention"]] | None = None
     """Without it, ``full_attn_idxs`` says which layers have attention; without that, all have."""
-
-    @model_validator(mode="after")
-    def _types(self) -> Self:
-        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types has {len(self.layer_types)} entries, but num_hidden_layers is {self.num_hidden_layers}"
-            )
-        return self
 
     @property
     def mlp_width(self) -> int:

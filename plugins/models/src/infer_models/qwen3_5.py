@@ -4,10 +4,10 @@ has one position in all three parts of its rotation, which is then a plain one."
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveInt
 
 from infer.contracts.attention import AttentionSpec
 from infer.contracts.states import StateSpec
@@ -16,6 +16,7 @@ from infer_models.llama import LlamaConfig, LlamaLayer, Mixer
 
 
 class Qwen3_5Config(LlamaConfig):  # noqa: N801
+    per_layer: ClassVar[tuple[str, ...]] = ("layer_types",)
     norm_unit_offset: ClassVar[bool] = True
     qk_norm: ClassVar[bool] = True
     attention_gated: ClassVar[bool] = True
@@ -33,14 +34,6 @@ class Qwen3_5Config(LlamaConfig):  # noqa: N801
     layer_types: list[Literal["linear_attention", "full_attention"]] | None = None
     """Without it, every ``full_attention_interval``-th layer has attention."""
     mtp_num_hidden_layers: NonNegativeInt | None = None
-
-    @model_validator(mode="after")
-    def _types(self) -> Self:
-        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types has {len(self.layer_types)} entries, but num_hidden_layers is {self.num_hidden_layers}"
-            )
-        return self
 
     @property
     def delta(self) -> DeltaSizes:
