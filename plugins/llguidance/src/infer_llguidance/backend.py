@@ -20,7 +20,7 @@ from infer.contracts.grammar import MASK_SECONDS, MAX_CHARS, TOO_SLOW, Bits, Che
 from infer.contracts.params import CallOutputs, StructuredOutputs
 from infer_llguidance import calls
 from infer_llguidance.calls import ToolGrammarError
-from infer_llguidance.either_rules import WHITESPACE
+from infer_llguidance.schemas import WHITESPACE
 
 FORCED = 64
 """A new grammar is checked by following it through at most this many tokens, as long as only one token is allowed. It

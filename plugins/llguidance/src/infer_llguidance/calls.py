@@ -18,9 +18,10 @@ from infer.contracts.grammar import Fault
 from infer.contracts.params import CallOutputs, ToolGrammar
 from infer.contracts.text import CallForm, CallSyntax
 from infer.text.tool_formats.reader import SPACE
-from infer_llguidance.either_rules import EitherRules, spaced
+from infer_llguidance.either_rules import EitherRules
 from infer_llguidance.free_rules import FreeRules
 from infer_llguidance.lark import bounded, escaped, quoted
+from infer_llguidance.schemas import spaced
 
 PREFIX = '{"calls": '
 """How the source of such a grammar begins."""

@@ -15,10 +15,8 @@ from infer.contracts.text import CallSyntax
 from infer.text.tool_formats.reader import SPACE
 from infer_llguidance.free_rules import any_of, divided, sequence
 from infer_llguidance.lark import escaped
+from infer_llguidance.schemas import spaced
 
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-"""Whitespace between the parts of a JSON text: enough for indentation, but bounded, so that an answer cannot go on with
-whitespace for ever."""
 ANY_KEY = r"[^\s\x00-\x1f<>\[\](){}=:,\x22\x27\x2f]{1,64}"
 """The name of an argument that the function's schema does not name."""
 _ESCAPED = re.compile(r"\\.")
@@ -138,10 +136,3 @@ def _object(name: str, key: str, schema: Any) -> dict[str, Any]:
 def _json(schema: Any) -> str:
     """JSON in a call. What llguidance does not know in a schema does not bind it."""
     return f"%json {json.dumps(spaced(schema, lenient=True))}"
-
-
-def spaced(schema: Any, **options: bool) -> Any:
-    """The schema with bounded white space between the parts of a text that fits it, and other ``options``."""
-    given = schema.get("x-guidance", {})
-    how = {"whitespace_pattern": WHITESPACE, **options}
-    return schema | {"x-guidance": how | given if isinstance(given, dict) else given}
