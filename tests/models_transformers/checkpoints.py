@@ -37,7 +37,10 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "shared_intermediate_size": 48,
 }
-ASKED = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+ASKED = (
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+    *("Ministral3ForCausalLM", "Olmo3ForCausalLM"),
+)
 """Architectures that another family knows, too."""
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
