@@ -59,7 +59,10 @@ CONFIG: dict[str, Any] = {
     "linear_value_head_dim": 16,
 }
 """config.json of the checkpoints. A family reads the fields that it knows."""
-OWN: dict[str, dict[str, Any]] = {"GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"]}}
+OWN: dict[str, dict[str, Any]] = {
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"]},
+    "Lfm3ForCausalLM": {"layer_types": ["conv", "full_attention"]},
+}
 """Fields by architecture, whose names other families give another meaning."""
 _kept: list[tempfile.TemporaryDirectory[str]] = []
 """The folders that were made for callers who named none. They are deleted when the process ends."""
