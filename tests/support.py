@@ -339,6 +339,13 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     }
     | DELTA,
+    "olmo_hybrid": COMMON
+    | {
+        "architectures": ["OlmoHybridForCausalLM"],
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+    }
+    | DELTA,
     "qwen3_next": COMMON
     | {
         "architectures": ["Qwen3NextForCausalLM"],

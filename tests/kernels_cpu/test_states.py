@@ -27,7 +27,7 @@ LAYERS: dict[str, Layer] = {
     "conv of many channels": conv(2500, 4),
     "conv of 3": conv(70, 3, silu=False),
     "delta, tiny": delta(1, 2, 8, 8),
-    "delta, odd": delta(2, 4, 13, 45),
+    "delta, odd": delta(2, 4, 13, 45, max_beta=2.0),
     "delta": delta(2, 2, 128, 128),
     "space, tiny": space(4, 8, 2, 16, clamped=True),
     "space, odd": space(3, 21, 1, 10),
@@ -72,7 +72,7 @@ def _(layer: Delta, inputs: Sequence[Tensor], state: Tensor) -> Iterator[tuple[T
         q, k = (x / (x.square().sum(1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
         decay = torch.exp(-rule.rate_H.double() * softplus(a + rule.dt_bias_H.double()))
         state = state.double() * decay[:, None, None]
-        change = (v.view(H, V) - torch.einsum("hkv,hk->hv", state, k)) * torch.sigmoid(b)[:, None]
+        change = (v.view(H, V) - torch.einsum("hkv,hk->hv", state, k)) * rule.max_beta * torch.sigmoid(b)[:, None]
         state = state + torch.einsum("hk,hv->hkv", k, change)
         yield torch.einsum("hkv,hk->hv", state, q) / K**0.5, state
 

@@ -21,7 +21,7 @@ LAYERS: dict[str, Layer] = {
     "conv": conv(300, 4, bias=True),
     "conv of 3": conv(70, 3, silu=False),
     "delta, tiny": delta(1, 2, 8, 8),
-    "delta, odd": delta(2, 4, 13, 45),
+    "delta, odd": delta(2, 4, 13, 45, max_beta=2.0),
     "space, tiny": space(4, 8, 2, 16, clamped=True),
     "space, odd": space(3, 45, 1, 10),
 }

@@ -26,6 +26,7 @@ Family = Literal[
     "phi3",
     "olmo2",
     "olmo3",
+    "olmo_hybrid",
     "olmoe",
     "gemma3",
     "gemma3_vision",
@@ -224,6 +225,11 @@ def make_model(
             ropes = {"full_attention": ROPES["yarn"], "sliding_attention": ROPES["default"]}
             fields |= {"sliding_window": 9, "rope_parameters": ropes}
             made = transformers.Olmo3ForCausalLM(transformers.Olmo3Config(**fields | config))
+        case "olmo_hybrid":
+            fields |= DELTA | {"pad_token_id": 0}
+            if layer_types:
+                fields["layer_types"] = list(layer_types)
+            made = transformers.OlmoHybridForCausalLM(transformers.OlmoHybridConfig(**fields | config))
         case "granite_swa":
             fields |= {"sliding_window": 9, "layer_rope_theta": [1e4, 0.0, 1e3, 1e4], "attention_multiplier": 0.4}
             made = transformers.GraniteSWAForCausalLM(transformers.GraniteSWAConfig(**fields | config))

@@ -58,14 +58,14 @@ FAMILIES: tuple[Family, ...] = (
     *("ministral", "ministral3", "granite", "granite_swa", "olmo3", "smollm3", "glm4", "exaone4", "seed_oss", "gemma2"),
     *("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe"),
     *("lfm2", "granite_hybrid", "nemotron_h", "falcon_h1", "bamba", "lfm2_moe", "lfm3", "laguna"),
-    *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"),
     *("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu"),
 )
 LATENT = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu")
 """Families whose heads share one latent vector, whatever the number of K's and V's heads."""
 STATEFUL = (
     *("lfm2", "lfm2_moe", "lfm3", "granite_hybrid", "falcon_h1", "bamba"),
-    *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"),
 )
 MIXTURES = (
     *("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe"),
@@ -298,6 +298,19 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": [FULL, "linear_attention", "linear_attention", FULL],
     },
     "qwen3_5-every-other": {"family": "qwen3_5", "layer_types": ["linear_attention", FULL] * 2},
+    "olmo_hybrid-still": {
+        "family": "olmo_hybrid",
+        "tied": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        "attention_bias": True,
+    },
+    "olmo_hybrid-usual": {
+        "family": "olmo_hybrid",
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", FULL],
+        "linear_allow_neg_eigval": False,
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads")),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim")),
+    },
     "qwen3_next-some": {
         "family": "qwen3_next",
         "norm_topk_prob": False,
@@ -563,12 +576,13 @@ def test_drafting_layers_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureF
     assert re.search(r"only the language model is served: .* of .*\bmtp\b", caplog.text)
 
 
-@pytest.mark.parametrize("case", ["qwen3_5-untied-2", "qwen3_next-untied-2"])
+@pytest.mark.parametrize("case", ["qwen3_5-untied-2", "qwen3_next-untied-2", "olmo_hybrid-untied-2"])
 def test_small_matrices_of_delta_nets_stay_plain(case: str, tmp_path: Path) -> None:
     """Decays and strengths are the rule's own, and their matrices have a row or two for each head."""
     model = Driver(write_checkpoint(tmp_path, **CASES[case]), torch.float32).model
     assert isinstance(model, SparingModel)
-    names = ("in_proj_ba",) if case.startswith("qwen3_next") else ("in_proj_a", "in_proj_b")
+    others = {"qwen3_next": ("in_proj_ba",), "olmo_hybrid": ("a_proj", "b_proj")}
+    names = others.get(case.removesuffix("-untied-2"), ("in_proj_a", "in_proj_b"))
     wanted = {f"model.layers.{i}.linear_attn.{name}.weight" for i in (0, 2, 3) for name in names}
     assert set(model.spared) == wanted
 
@@ -698,7 +712,10 @@ def test_bfloat16_stays_near(case: str, tmp_path: Path) -> None:
     """The same bf16 weights, computed in bf16 by us and in fp32 by transformers."""
     folder = write_checkpoint(tmp_path, **CASES[case], dtype=torch.bfloat16)
     difference = Driver(folder, torch.bfloat16).prefill(prompt(), [PROMPT]) - expected_logits(folder, prompt())
-    assert difference.square().mean().sqrt() < 0.05
+    near = (
+        0.07 if case.startswith("olmo_hybrid") else 0.05
+    )  # its heads' norms have a small eps: transformers is 0.069 off
+    assert difference.square().mean().sqrt() < near
 
 
 def logits_of(folder: Path) -> Tensor:
@@ -761,6 +778,7 @@ def test_old_spelling_of_the_rotary_kind(tmp_path: Path) -> None:
         ("olmo3-plain", "layer_types"),
         ("granite_swa-usual", "layer_types"),
         ("qwen2_moe-window", "layer_types"),
+        ("olmo_hybrid-usual", "layer_types"),
     ],
 )
 def test_a_config_that_leaves_a_field_out(case: str, key: str, tmp_path: Path) -> None:
@@ -770,6 +788,56 @@ def test_a_config_that_leaves_a_field_out(case: str, key: str, tmp_path: Path) -
     (folder / "config.json").write_text(json.dumps(config))
     expected = expected_logits(folder, prompt())
     torch.testing.assert_close(logits_of(folder), expected, rtol=TOLERANCE, atol=10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("ropes", [None, {"rope_type": None}, {"rope_type": "default"}, {"rope_theta": None}], ids=str)
+def test_positions_that_olmo_hybrid_does_not_rotate(ropes: dict[str, Any] | None, tmp_path: Path) -> None:
+    """Published configs give no base, where transformers 5 takes one that the models were not trained with."""
+    folder = write_checkpoint(tmp_path, **CASES["olmo_hybrid-still"])
+    before = logits_of(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"rope_parameters": ropes}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert torch.equal(logits_of(folder), before)
+
+
+CONVOLUTIONS = [f"{part}_conv1d" for part in "qkv"]
+
+
+def convolutions(tensors: dict[str, Tensor], cut: Callable[[Tensor], Iterable[Tensor]], names: Iterable[str]) -> None:
+    """Cut each layer's convolution elsewhere."""
+    for layer in {name.rsplit(".", 2)[0] for name in tensors if name.endswith(".q_conv1d.weight")}:
+        whole = torch.cat([tensors.pop(f"{layer}.{part}.weight") for part in CONVOLUTIONS])
+        tensors.update({f"{layer}.{name}.weight": x.clone() for name, x in zip(names, cut(whole), strict=True)})
+
+
+@pytest.mark.parametrize("written", ["published", "modules"])
+def test_names_of_olmo_hybrid(written: str, tmp_path: Path) -> None:
+    """As in the published files, whose parts are those of q, K and V and whose layers with attention have OLMo 2's
+    names; and as transformers calls its modules. It writes neither."""
+    folder = write_checkpoint(tmp_path, **CASES["olmo_hybrid-tied-2"])
+    before = logits_of(folder)
+    keys, values = 2 * 16, 6 * 8
+    assert load_file(folder / "model.safetensors")["model.layers.0.linear_attn.q_conv1d.weight"].shape[0] != keys
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        if written == "modules":
+            convolutions(tensors, lambda whole: [whole], ["conv1d"])
+        else:
+            convolutions(tensors, lambda whole: whole.split_with_sizes([keys, keys, values]), CONVOLUTIONS)
+        for name in [name for name in tensors if "layer_norm" in name]:
+            if written == "modules" or ".1." in name:
+                new = name.replace("feedforward_layer_norm", "post_attention_layernorm")
+                tensors[new.replace("attention_layer_norm", "input_layernorm")] = tensors.pop(name)
+
+    edit_tensors(folder, change)
+    assert torch.equal(logits_of(folder), before)
+
+
+def test_a_convolution_of_olmo_hybrid_without_one_of_its_parts(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, **CASES["olmo_hybrid-tied-2"])
+    edit_tensors(folder, lambda tensors: tensors.pop("model.layers.2.linear_attn.k_conv1d.weight"))
+    with pytest.raises(CheckpointError, match=r"linear_attn.q_conv1d.weight', which this model does not have"):
+        logits_of(folder)
 
 
 def test_tables_of_lfm3_that_leave_their_base_out(tmp_path: Path) -> None:
@@ -1165,6 +1233,32 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "ssm_state_size": 128,
         "time_step_limit": [0.0, math.inf],
         "vocab_size": 131072,
+    },
+    "Olmo-Hybrid-7B": {
+        "architectures": ["OlmoHybridForCausalLM"],
+        "attention_bias": False,
+        "eos_token_id": 100257,
+        "hidden_act": "silu",
+        "hidden_size": 3840,
+        "intermediate_size": 11008,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
+        "linear_allow_neg_eigval": True,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 96,
+        "linear_num_key_heads": 30,
+        "linear_num_value_heads": 30,
+        "linear_value_head_dim": 192,
+        "max_position_embeddings": 65536,
+        "model_type": "olmo_hybrid",
+        "num_attention_heads": 30,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 30,
+        "pad_token_id": 100277,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 100352,
     },
 }
 """config.json as these checkpoints have it, in transformers 4's terms."""

@@ -14,7 +14,7 @@ import transformers
 import infer_models
 from infer_layers import DecoderConfig
 
-LACKING = {"Eagle3Config", "HybridConfig", "LatentConfig"}
+LACKING = {"DeltaConfig", "Eagle3Config", "HybridConfig", "LatentConfig"}
 """Configs that transformers does not have."""
 DERIVED = ("auto", None)
 """Defaults that follow from other fields."""

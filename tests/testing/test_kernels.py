@@ -410,6 +410,9 @@ DELTA = "gated_delta_rule"
 planted("dt_bias is forgotten", DELTA, "gated_delta_rule with a state .* in token")(
     delta_rule(lambda x, a, b, rule, s, rows: (x, a, b, replace(rule, dt_bias_H=0 * rule.dt_bias_H), s, rows))
 )
+planted("beta is bounded by 1", DELTA, "gated_delta_rule with a state .* in token")(
+    delta_rule(lambda x, a, b, rule, s, rows: (x, a, b, replace(rule, max_beta=1.0), s, rows))
+)
 planted("beta is the decay's input", DELTA, "gated_delta_rule with a state .* in token")(
     delta_rule(lambda x, a, b, rule, s, rows: (x, b, a, rule, s, rows))
 )

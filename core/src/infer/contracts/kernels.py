@@ -230,7 +230,7 @@ class KernelsProtocol(Protocol):
 
         ``qkv_TC`` has all heads of q, then those of K, then those of V. In fp32, q and k of a head are divided by
         sqrt(the sum of their squares + 1e-6), and q by sqrt(key_size). Then, token by token, with
-        g = -rate * softplus(a + dt_bias) and beta = sigmoid(b), the state S of a head becomes
+        g = -rate * softplus(a + dt_bias) and beta = max_beta * sigmoid(b), the state S of a head becomes
         S' = e^g S + k ((v - e^g S^T k) beta)^T, and its output is S'^T q."""
 
     def state_space(

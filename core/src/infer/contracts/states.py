@@ -68,6 +68,9 @@ class DeltaRule:
     """fp32, exp(A_log)."""
     dt_bias_H: Tensor
     """fp32."""
+    max_beta: float = 1.0
+    """The bound of beta, the strength of a change. With 2, a change may turn what the state knows of a key into its
+    negative (Grazzi et al., 2025)."""
 
     @property
     def channels(self) -> int:

@@ -48,7 +48,7 @@ def gated_delta_rule(
         for t in range(begin, end):
             q, k, v = (x.float() for x in torch.split_with_sizes(qkv_TC[t], (keys, keys, H * V)))
             q_HK, k_HK = (_unit(x.view(-1, K)).repeat_interleave(each, 0) for x in (q, k))
-            beta_H = _sigmoid(b_TH[t].float())
+            beta_H = rule.max_beta * _sigmoid(b_TH[t].float())
             decay_H = torch.exp(-rule.rate_H * _softplus(a_TH[t].float() + rule.dt_bias_H))
             state_HKV = state_HKV * decay_H[:, None, None]
             known_HV = (state_HKV * k_HK[:, :, None]).sum(1)

@@ -447,6 +447,7 @@ class CpuKernels(ReferenceKernels):
             V,
             rule.rate_H.data_ptr(),
             rule.dt_bias_H.data_ptr(),
+            rule.max_beta,
             *state_places(state_RHKV, torch.float32, H, K, V),
             *row_places(rows, T),
             out_THV.data_ptr(),

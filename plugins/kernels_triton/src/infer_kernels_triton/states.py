@@ -124,6 +124,7 @@ def delta_kernel(
     stride_b,
     stride_state,
     root,
+    max_beta,
     H: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     K: tl.constexpr,
@@ -155,7 +156,7 @@ def delta_kernel(
         q_k = q_k / tl.sqrt_rn(tl.sum(q_k * q_k, 0) + 1e-6) * root
         k_k = k_k / tl.sqrt_rn(tl.sum(k_k * k_k, 0) + 1e-6)
         a = tl.load(a_ptr + token * stride_a + h).to(tl.float32)
-        beta = tl.sigmoid(tl.load(b_ptr + token * stride_b + h).to(tl.float32))
+        beta = max_beta * tl.sigmoid(tl.load(b_ptr + token * stride_b + h).to(tl.float32))
         state_kv = state_kv * tl.exp(-rate * _softplus(a + dt_bias))
         change_v = (v_v - tl.sum(state_kv * k_k[:, None], 0)) * beta
         state_kv = state_kv + k_k[:, None] * change_v[None, :]
@@ -304,6 +305,7 @@ def gated_delta_rule(
         b_TH.stride(0),
         state_RHKV.stride(0),
         K**-0.5,
+        rule.max_beta,
         H=H,
         KEY_HEADS=rule.num_key_heads,
         K=K,

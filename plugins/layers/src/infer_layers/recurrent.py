@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,8 @@ class DeltaSizes:
     value_size: int
     width: int
     """Of the convolution."""
+    max_beta: float = 1.0
+    """As ``DeltaRule``'s."""
 
     def __post_init__(self) -> None:
         if self.num_value_heads % self.num_key_heads:
@@ -39,7 +42,8 @@ class DeltaSizes:
     def rule(self, device: torch.device) -> DeltaRule:
         """A delta rule of these sizes, whose tensors have no values yet."""
         rate_H, dt_bias_H = torch.zeros(2, self.num_value_heads, device=device)
-        return DeltaRule(self.num_key_heads, self.num_value_heads, self.key_size, self.value_size, rate_H, dt_bias_H)
+        sizes = self.num_key_heads, self.num_value_heads, self.key_size, self.value_size
+        return DeltaRule(*sizes, rate_H, dt_bias_H, self.max_beta)
 
     def state(self, dtype: torch.dtype) -> StateSpec:
         """What a layer keeps, in a model of that dtype: columns of the convolution, and the recurrent state."""
@@ -52,9 +56,10 @@ class GatedDeltaNet:
     of the rule; q, K and V pass a causal convolution with SiLU; what the rule makes of them has a norm for each head,
     is gated and projected. The two small matrices are spared from ``model.quantization``.
 
-    ``layer`` is the layer's index among those with a state, and ``size`` the hidden size. With ``interleaved``, a
-    checkpoint has one tensor for each product, in which the rows of a key head, and of its value heads, stand together:
-    q, k, V and gates, or strengths and decays.
+    ``layer`` is the layer's index among those with a state, and ``size`` the hidden size. ``qkvz``, ``ba``, ``norm``
+    and ``out`` are the checkpoint's names: those of q, K, V and the gate, which may be four tensors, two or one; those
+    of strengths and decays; of the norm; and of the last product. With ``interleaved``, there is one tensor for each
+    product, in which the rows of a key head, and of its value heads, stand together.
     """
 
     def __init__(
@@ -66,6 +71,10 @@ class GatedDeltaNet:
         sizes: DeltaSizes,
         *,
         norm_eps: float,
+        qkvz: Sequence[str] = ("in_proj_qkv", "in_proj_z"),
+        ba: Sequence[str] = ("in_proj_b", "in_proj_a"),
+        norm: str = "norm",
+        out: str = "out_proj",
         interleaved: bool = False,
     ) -> None:
         context = weights.context
@@ -74,26 +83,22 @@ class GatedDeltaNet:
         self._rule = rule = sizes.rule(context.device)
         H, K, V = rule.shape
         self._sizes = [rule.channels, H * V]
-        large_order: Tensor | None = None
-        small_order: Tensor | None = None
+        orders: list[Tensor | None] = [None, None]
         if interleaved:
             each = H // rule.num_key_heads
-            large, small = ["in_proj_qkvz"], ["in_proj_ba"]
-            large_order, small_order = (
-                _apart(rule.num_key_heads, parts) for parts in ((K, K, each * V, each * V), (each, each))
-            )
-        else:
-            large, small = ["in_proj_qkv", "in_proj_z"], ["in_proj_b", "in_proj_a"]
-        self._qkvz = Linear(weights, [f"{name}.{part}" for part in large], size, self._sizes, order=large_order)
-        self._ba = Linear(weights, [f"{name}.{part}" for part in small], size, [H, H], order=small_order)
-        weights.spared.update(f"{name}.{part}.weight" for part in small)
+            orders = [_apart(rule.num_key_heads, parts) for parts in ((K, K, each * V, each * V), (each, each))]
+        keys = rule.num_key_heads * K
+        parts = [keys, keys, H * V, H * V] if len(qkvz) == 4 else self._sizes
+        self._qkvz = Linear(weights, [f"{name}.{part}" for part in qkvz], size, parts, order=orders[0])
+        self._ba = Linear(weights, [f"{name}.{part}" for part in ba], size, [H, H], order=orders[1])
+        weights.spared.update(f"{name}.{part}.weight" for part in ba)
         self._conv = CausalConv(weights, f"{name}.conv1d", rule.channels, sizes.width, bias=False, silu=True)
         weights.expect(f"{name}.A_log", (H,), lambda log_H: rule.rate_H.copy_(exponential(log_H)), torch.float32)
         weights.expect(f"{name}.dt_bias", (H,), rule.dt_bias_H.copy_, torch.float32)
         self._eps = norm_eps
         self._norm_weight_V: Tensor
-        weights.expect(f"{name}.norm.weight", (V,), self._take_norm)
-        self._out = Linear(weights, f"{name}.out_proj", H * V, size)
+        weights.expect(f"{name}.{norm}.weight", (V,), self._take_norm)
+        self._out = Linear(weights, f"{name}.{out}", H * V, size)
 
     def _take_norm(self, weight_V: Tensor) -> None:
         self._norm_weight_V = weight_V.clone()

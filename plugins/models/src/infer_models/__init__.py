@@ -11,6 +11,7 @@ from infer_layers import Decoder, DecoderConfig, DecoderLayer, config_table
 from infer_models.bamba import BambaConfig
 from infer_models.deepseek_v2 import DeepseekV2Config
 from infer_models.deepseek_v3 import DeepseekV3Config, DeepseekV3Layer, Glm4MoeLiteConfig
+from infer_models.delta import DeltaLayer
 from infer_models.eagle3 import Eagle3Head
 from infer_models.exaone4 import Exaone4Config
 from infer_models.falcon_h1 import FalconH1Config, FalconH1Layer
@@ -40,12 +41,13 @@ from infer_models.multimodal import LanguageModel
 from infer_models.nemotron_h import NemotronHConfig, NemotronHLayer
 from infer_models.olmo2 import Olmo2Config
 from infer_models.olmo3 import Olmo3Config
+from infer_models.olmo_hybrid import OlmoHybrid, OlmoHybridConfig, OlmoHybridLayer
 from infer_models.olmoe import OlmoeConfig, OlmoeLayer
 from infer_models.phi3 import Phi3Config
 from infer_models.qwen2 import Qwen2Config
 from infer_models.qwen2_moe import Qwen2MoeConfig, Qwen2MoeLayer
 from infer_models.qwen3 import Qwen3Config
-from infer_models.qwen3_5 import Qwen3_5Config, Qwen3_5Layer
+from infer_models.qwen3_5 import Qwen3_5Config
 from infer_models.qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeLayer
 from infer_models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeLayer
 from infer_models.qwen3_next import Qwen3NextConfig
@@ -94,6 +96,7 @@ def infer_models() -> list[ModelRegistration]:
         _decoder("phi3", "Phi-3, Phi-3.5 and Phi-4, text only", Phi3Config),
         _decoder("olmo2", "OLMo 2", Olmo2Config),
         _decoder("olmo3", "OLMo 3", Olmo3Config),
+        _decoder("olmo_hybrid", "OLMo Hybrid", OlmoHybridConfig, OlmoHybridLayer, OlmoHybrid),
         _decoder("olmoe", "OLMoE", OlmoeConfig, OlmoeLayer),
         _decoder("ministral", "Ministral", MinistralConfig),
         _decoder("ministral3", "Ministral 3", Ministral3Config),
@@ -178,7 +181,7 @@ def infer_models() -> list[ModelRegistration]:
         ),
         ModelRegistration(
             "qwen3_5",
-            lambda config, context, settings: MTPModel(config, context, Qwen3_5Config, Qwen3_5Layer),
+            lambda config, context, settings: MTPModel(config, context, Qwen3_5Config, DeltaLayer),
             "Qwen3.5, dense, text only",
             architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5TextModel"),
         ),

@@ -76,11 +76,16 @@ class LlamaLayer:
         def norms(parts: tuple[str, ...]) -> list[Norm]:
             return [c.norm(w, f"{name}.{part}") for part in parts] or [NoNorm(), NoNorm()]
 
-        self.input_norm, self.mlp_norm = norms(c.norms_before)
-        self.mixer_out_norm, self.mlp_out_norm = norms(c.norms_after)
+        before, after = self.norms(c, index)
+        self.input_norm, self.mlp_norm = norms(before)
+        self.mixer_out_norm, self.mlp_out_norm = norms(after)
         self.mixer = self.mixes(w, name, index, c, spec, rope)
         self.mlp = self.feed_forward(w, name, index, c)
         self.scale = c.residual_scale
+
+    def norms(self, c: Any, index: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """``norms_before`` and ``norms_after`` of this layer; ``c`` is the family's config."""
+        return c.norms_before, c.norms_after
 
     def mixes(
         self, w: Weights, name: str, index: int, c: Any, spec: AttentionSpec | None, rope: RopeParameters | None

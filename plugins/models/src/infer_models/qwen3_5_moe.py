@@ -6,8 +6,9 @@ from typing import ClassVar
 
 from pydantic import AliasChoices, Field, PositiveInt
 
+from infer_models.delta import DeltaLayer
 from infer_models.qwen2_moe import Qwen2MoeLayer
-from infer_models.qwen3_5 import Qwen3_5Config, Qwen3_5Layer
+from infer_models.qwen3_5 import Qwen3_5Config
 
 
 class Qwen3_5MoeConfig(Qwen3_5Config):  # noqa: N801
@@ -24,5 +25,5 @@ class Qwen3_5MoeConfig(Qwen3_5Config):  # noqa: N801
         return True
 
 
-class Qwen3_5MoeLayer(Qwen3_5Layer, Qwen2MoeLayer):  # noqa: N801
+class Qwen3_5MoeLayer(DeltaLayer, Qwen2MoeLayer):  # noqa: N801
     """Qwen3.5's mixers and Qwen2-MoE's experts."""

@@ -10,6 +10,8 @@ from infer_models.qwen3_5 import Qwen3_5Config
 
 
 class Qwen3NextConfig(Qwen3_5Config):
+    delta_qkvz: ClassVar[tuple[str, ...]] = ("in_proj_qkvz",)
+    delta_ba: ClassVar[tuple[str, ...]] = ("in_proj_ba",)
     delta_interleaved: ClassVar[bool] = True
 
     intermediate_size: PositiveInt = 5632

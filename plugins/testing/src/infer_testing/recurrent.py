@@ -125,10 +125,10 @@ def conv(channels: int, width: int, bias: bool = False, silu: bool = True, seed:
     return Conv(weight_CW, random_tensor(channels, seed=seed + 1) if bias else None, silu)
 
 
-def delta(key_heads: int, heads: int, key_size: int, value_size: int, seed: int = 0) -> Delta:
+def delta(key_heads: int, heads: int, key_size: int, value_size: int, max_beta: float = 1.0, seed: int = 0) -> Delta:
     """A gated delta rule with random weights, whose heads forget at different rates."""
     rate_H, dt_bias_H = random_tensor(heads, seed=seed).exp() / 4, random_tensor(heads, seed=seed + 1)
-    return Delta(DeltaRule(key_heads, heads, key_size, value_size, rate_H, dt_bias_H))
+    return Delta(DeltaRule(key_heads, heads, key_size, value_size, rate_H, dt_bias_H, max_beta))
 
 
 def space(heads: int, head_size: int, groups: int, state_size: int, clamped: bool = False, seed: int = 0) -> Space:
@@ -146,7 +146,8 @@ def random_layer(kind: str, draw: random.Random) -> Layer:
         size = draw.choice([1, 16, 37, 300])
         return conv(size, draw.choice([2, 3, 4]), draw.random() < 0.5, draw.random() < 0.5, seed)
     if kind == "gated_delta_rule":
-        return delta(*draw.choice([(1, 1, 8, 8), (2, 4, 16, 8), (1, 3, 13, 20), (2, 2, 64, 128)]), seed)
+        sizes = draw.choice([(1, 1, 8, 8), (2, 4, 16, 8), (1, 3, 13, 20), (2, 2, 64, 128)])
+        return delta(*sizes, draw.choice([1.0, 2.0]), seed)
     return space(*draw.choice([(2, 8, 1, 16), (4, 20, 2, 13), (3, 64, 1, 128)]), draw.random() < 0.5, seed)
 
 

@@ -157,7 +157,8 @@ struct Recurrent {
 // decay p + (k q) d, and its state decay S + k d^T; so one sweep changes the state for a token and reads it for the next.
 template <class T>
 void gated_delta_rule(const T* qkv, int64_t stride, const T* a, int64_t stride_a, const T* b, int64_t stride_b,
-                      int64_t tokens, int64_t key_heads, const float* rate, const float* dt_bias, Recurrent<T> layer) {
+                      int64_t tokens, int64_t key_heads, const float* rate, const float* dt_bias, float max_beta,
+                      Recurrent<T> layer) {
     int64_t K = layer.state_rows, V = layer.width, each = layer.heads / key_heads;
     struct Factors {
         float decay[AHEAD], beta[AHEAD], kq[AHEAD];
@@ -179,7 +180,7 @@ void gated_delta_rule(const T* qkv, int64_t stride, const T* a, int64_t stride_a
         }
         over_vectors(count, [&](int64_t e, int n) {
             give(f.decay + e, exp(-rate[h] * softplus(take(f.decay + e, n) + dt_bias[h])), n);
-            give(f.beta + e, sigmoid(take(f.beta + e, n)), n);
+            give(f.beta + e, max_beta * sigmoid(take(f.beta + e, n)), n);
         });
     };
     layer.run(tokens, prepare, [&]<int N>(Columns<N> columns, int64_t h, int64_t first, int64_t count, int64_t e,
