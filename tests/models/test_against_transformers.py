@@ -800,6 +800,19 @@ def test_positions_that_olmo_hybrid_does_not_rotate(ropes: dict[str, Any] | None
     assert torch.equal(logits_of(folder), before)
 
 
+@pytest.mark.parametrize("key", ["tie_embedding", "tie_word_embeddings"])
+def test_a_head_that_the_text_of_a_whole_says_is_tied(key: str, tmp_path: Path) -> None:
+    """What the whole model's config says is what transformers does."""
+    folder = write_checkpoint(tmp_path, **CASES["lfm2_vl"], tied=False)
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    config[key] = False
+    config["text_config"] |= {"tie_embedding": True, "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = expected_logits(folder, prompt())
+    torch.testing.assert_close(logits_of(folder), expected, rtol=TOLERANCE, atol=10 * TOLERANCE)
+
+
 CONVOLUTIONS = [f"{part}_conv1d" for part in "qkv"]
 
 

@@ -26,6 +26,14 @@ NOT_LINEAR = {
 """Parts of models, by what their paths have in them, that adapters cannot change here."""
 
 
+MODULES = (
+    ("model.", "model.language_model."),
+    (".self_attn.g_proj", ".self_attn.gate_proj"),
+    (".shared_experts.", ".shared_expert."),
+)
+"""Parts of the names that transformers' modules have, and so adapters, and what they are in checkpoints."""
+
+
 class _Place(NamedTuple):
     """Where a path's layer is: the columns [begin, begin + N) of a linear layer's product."""
 
@@ -108,9 +116,9 @@ class Adapters:
                 f"The adapter changes {path!r}, a layer of the draft head, which always drafts as the base does; train "
                 "it without these layers."
             )
-        place = self._places.get(path) or self._places.get(path.replace("model.", "model.language_model.", 1))
-        if place is not None:
-            return place
+        for module, file in (("", ""), *MODULES):
+            if place := self._places.get(path.replace(module, file, 1)):
+                return place
         steps = path.split(".")
         if what := next((what for step, what in NOT_LINEAR.items() if step in steps), None):
             raise CheckpointError(

@@ -20,6 +20,9 @@ TOWERS = (
 )
 """How the names of what is left out begin, without "model."; "mtp." are layers that draft tokens."""
 
+TIED = ("tie_embedding", "tie_word_embeddings")
+"""The fields that say whether the head is the embedding, where those of the whole model outdo those of the text."""
+
 
 class LanguageModel(Decoder):
     """A ``Decoder`` whose config may stand in config.json's ``text_config``, beside those of towers. ``model_types``
@@ -42,8 +45,8 @@ class LanguageModel(Decoder):
                     f"config.json: text_config has model_type {kind!r}; infer knows this architecture with "
                     f"{', '.join(map(repr, model_types))}."
                 )
-            tied = {key: config[key] for key in ("tie_word_embeddings",) if config.get(key) is not None}
-            config = nested | tied
+            tied = {key: config[key] for key in TIED if config.get(key) is not None}
+            config = {key: value for key, value in nested.items() if not tied or key not in TIED} | tied
         super().__init__(config, context, schema, layer)
 
     def unstack(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
