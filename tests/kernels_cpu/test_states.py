@@ -29,6 +29,8 @@ LAYERS: dict[str, Layer] = {
     "delta, tiny": delta(1, 2, 8, 8),
     "delta, odd": delta(2, 4, 13, 45, max_beta=2.0),
     "delta": delta(2, 2, 128, 128),
+    "delta, tiny, by channel": delta(2, 2, 8, 8, channel_decay=True),
+    "delta, odd, by channel": delta(1, 3, 13, 45, channel_decay=True),
     "space, tiny": space(4, 8, 2, 16, clamped=True),
     "space, odd": space(3, 21, 1, 10),
     "space": space(2, 64, 1, 256),
@@ -70,8 +72,8 @@ def _(layer: Delta, inputs: Sequence[Tensor], state: Tensor) -> Iterator[tuple[T
         q, k, v = torch.split_with_sizes(qkv, (keys, keys, H * V))
         q, k = (x.view(-1, K).repeat_interleave(each, 0) for x in (q, k))
         q, k = (x / (x.square().sum(1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-        decay = torch.exp(-rule.rate_H.double() * softplus(a + rule.dt_bias_H.double()))
-        state = state.double() * decay[:, None, None]
+        a = (a + rule.dt_bias_A.double()).view(H, -1)  # of a head, or of each of its K rows
+        state = state.double() * torch.exp(-rule.rate_H.double()[:, None] * softplus(a))[:, :, None]
         change = (v.view(H, V) - torch.einsum("hkv,hk->hv", state, k)) * rule.max_beta * torch.sigmoid(b)[:, None]
         state = state + torch.einsum("hk,hv->hkv", k, change)
         yield torch.einsum("hkv,hk->hv", state, q) / K**0.5, state

@@ -98,10 +98,11 @@ RECURRENT: tuple[Layer, ...] = (
     delta(16, 16, 128, 128),
     delta(16, 48, 128, 128),
     delta(30, 30, 96, 192, max_beta=2.0),
+    delta(32, 32, 128, 128, channel_decay=True),
     space(48, 64, 1, 128),
     space(24, 64, 1, 256),
 )
-"""The recurrent layers of Qwen3.5, OLMo Hybrid, LFM2, Granite 4 and Falcon-H1."""
+"""The recurrent layers of Qwen3.5, OLMo Hybrid, Kimi Linear, LFM2, Granite 4 and Falcon-H1."""
 GATED = ((2048, 128, 128), (3072, 3072, 3072), (8192, 1024, 8192))
 """Sizes of rows, of groups and of weights of their norms."""
 

@@ -22,10 +22,11 @@ LAYERS: dict[str, Layer] = {
     "conv of 3": conv(70, 3, silu=False),
     "delta, tiny": delta(1, 2, 8, 8),
     "delta, odd": delta(2, 4, 13, 45, max_beta=2.0),
+    "delta, by channel": delta(2, 2, 13, 45, channel_decay=True),
     "space, tiny": space(4, 8, 2, 16, clamped=True),
     "space, odd": space(3, 45, 1, 10),
 }
-FAST = ("conv", "delta, tiny", "space, odd")
+FAST = ("conv", "delta, tiny", "delta, by channel", "space, odd")
 SLOW = ("conv of 3", "delta, odd", "space, tiny")
 layers = pytest.mark.parametrize(
     ("name", "dtype"),

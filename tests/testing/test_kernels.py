@@ -391,9 +391,9 @@ def delta_rule(
 
     class Changed(ReferenceKernels):
         def gated_delta_rule(
-            self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+            self, qkv_TC: Tensor, a_TA: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
         ) -> Tensor:
-            return super().gated_delta_rule(*change(qkv_TC, a_TH, b_TH, rule, state_RHKV, rows))
+            return super().gated_delta_rule(*change(qkv_TC, a_TA, b_TH, rule, state_RHKV, rows))
 
     return Changed
 
@@ -408,13 +408,21 @@ def last_saves(rows: StateRows) -> StateRows:
 
 DELTA = "gated_delta_rule"
 planted("dt_bias is forgotten", DELTA, "gated_delta_rule with a state .* in token")(
-    delta_rule(lambda x, a, b, rule, s, rows: (x, a, b, replace(rule, dt_bias_H=0 * rule.dt_bias_H), s, rows))
+    delta_rule(lambda x, a, b, rule, s, rows: (x, a, b, replace(rule, dt_bias_A=0 * rule.dt_bias_A), s, rows))
 )
 planted("beta is bounded by 1", DELTA, "gated_delta_rule with a state .* in token")(
     delta_rule(lambda x, a, b, rule, s, rows: (x, a, b, replace(rule, max_beta=1.0), s, rows))
 )
+planted("the rows of a head decay as its first one", DELTA, "gated_delta_rule with a state .* in token")(
+    delta_rule(
+        lambda x, a, b, rule, s, rows: (
+            *(x, a.view(*b.shape, -1)[:, :, :1].expand(*b.shape, a.shape[1] // b.shape[1]).flatten(1)),
+            *(b, rule, s, rows),
+        )
+    )
+)
 planted("beta is the decay's input", DELTA, "gated_delta_rule with a state .* in token")(
-    delta_rule(lambda x, a, b, rule, s, rows: (x, b, a, rule, s, rows))
+    delta_rule(lambda x, a, b, rule, s, rows: (x, *((a, b) if rule.channel_decay else (b, a)), rule, s, rows))
 )
 planted("nothing is saved in the middle", DELTA, r"saves after token \d+, in the middle of a sequence")(
     delta_rule(lambda x, a, b, rule, s, rows: (x, a, b, rule, s, last_saves(rows)))
@@ -432,9 +440,9 @@ planted("all sequences begin with the first one's state", DELTA, "gated_delta_ru
 @planted("the states that are read are cleared", DELTA, r"changes the state in row \d+, which no token saves")
 class ClearsStates(ReferenceKernels):
     def gated_delta_rule(
-        self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+        self, qkv_TC: Tensor, a_TA: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
     ) -> Tensor:
-        out = super().gated_delta_rule(qkv_TC, a_TH, b_TH, rule, state_RHKV, rows)
+        out = super().gated_delta_rule(qkv_TC, a_TA, b_TH, rule, state_RHKV, rows)
         for row in rows.read_B[~torch.isin(rows.read_B, rows.save_T)]:
             state_RHKV[row] = 0
         return out
@@ -449,9 +457,9 @@ def chunked(length: int, sequences: int) -> type[ReferenceKernels]:
             return out * (1 + 2**-7 * otherwise)
 
         def gated_delta_rule(
-            self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+            self, qkv_TC: Tensor, a_TA: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
         ) -> Tensor:
-            return self._rounded(super().gated_delta_rule(qkv_TC, a_TH, b_TH, rule, state_RHKV, rows), rows)
+            return self._rounded(super().gated_delta_rule(qkv_TC, a_TA, b_TH, rule, state_RHKV, rows), rows)
 
         def state_space(
             self, xbc_TC: Tensor, dt_TH: Tensor, space: StateSpace, state_RHNP: Tensor, rows: StateRows
@@ -472,9 +480,9 @@ planted("many sequences are computed otherwise", "states_are_exact", r"other bit
 @planted("a state loses bits between chunks", "states_are_exact", "other bits")
 class RoundedStates(ReferenceKernels):
     def gated_delta_rule(
-        self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+        self, qkv_TC: Tensor, a_TA: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
     ) -> Tensor:
-        out = super().gated_delta_rule(qkv_TC, a_TH, b_TH, rule, state_RHKV, rows)
+        out = super().gated_delta_rule(qkv_TC, a_TA, b_TH, rule, state_RHKV, rows)
         last = rows.save_T[(rows.offsets_B1[1:] - 1)[rows.offsets_B1.diff() > 0].long()]
         state_RHKV[last] = state_RHKV[last].bfloat16().float()
         return out
@@ -483,9 +491,9 @@ class RoundedStates(ReferenceKernels):
 @planted("one NaN is everybody's", "states_of_nan", "reaches another sequence's results of")
 class SharedNaN(ReferenceKernels):
     def gated_delta_rule(
-        self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+        self, qkv_TC: Tensor, a_TA: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
     ) -> Tensor:
-        out = super().gated_delta_rule(qkv_TC, a_TH, b_TH, rule, state_RHKV, rows)
+        out = super().gated_delta_rule(qkv_TC, a_TA, b_TH, rule, state_RHKV, rows)
         return out + 0 * out.sum()
 
     def state_space(
@@ -567,12 +575,12 @@ class FixedRows(Recorded):
     first: StateRows | None = None
 
     def gated_delta_rule(
-        self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+        self, qkv_TC: Tensor, a_TA: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
     ) -> Tensor:
         if not self.replaying:
             self.first = StateRows(*(x.clone() for x in rows))
         assert self.first is not None
-        return super().gated_delta_rule(qkv_TC, a_TH, b_TH, rule, state_RHKV, self.first)
+        return super().gated_delta_rule(qkv_TC, a_TA, b_TH, rule, state_RHKV, self.first)
 
 
 @planted("a replay does not store K/V", "recorded", "a replay of store_kv gives other bits")

@@ -224,14 +224,15 @@ class KernelsProtocol(Protocol):
         of longer rows."""
 
     def gated_delta_rule(
-        self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+        self, qkv_TC: Tensor, a_TA: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
     ) -> Tensor:
         """Each value head's output, [T, H, V].
 
         ``qkv_TC`` has all heads of q, then those of K, then those of V. In fp32, q and k of a head are divided by
         sqrt(the sum of their squares + 1e-6), and q by sqrt(key_size). Then, token by token, with
         g = -rate * softplus(a + dt_bias) and beta = max_beta * sigmoid(b), the state S of a head becomes
-        S' = e^g S + k ((v - e^g S^T k) beta)^T, and its output is S'^T q."""
+        S' = D S + k ((v - (D S)^T k) beta)^T, and its output is S'^T q. D S is S with each row times its e^g, of which
+        a head has one or, with ``rule.channel_decay``, one for each row."""
 
     def state_space(
         self, xbc_TC: Tensor, dt_TH: Tensor, space: StateSpace, state_RHNP: Tensor, rows: StateRows

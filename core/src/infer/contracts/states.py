@@ -66,8 +66,10 @@ class DeltaRule:
     value_size: int
     rate_H: Tensor
     """fp32, exp(A_log)."""
-    dt_bias_H: Tensor
-    """fp32."""
+    dt_bias_A: Tensor
+    """fp32; A is ``num_decays``."""
+    channel_decay: bool = False
+    """Whether each row of a head's state decays by itself (Kimi Delta Attention; Kimi Team, 2025)."""
     max_beta: float = 1.0
     """The bound of beta, the strength of a change. With 2, a change may turn what the state knows of a key into its
     negative (Grazzi et al., 2025)."""
@@ -76,6 +78,11 @@ class DeltaRule:
     def channels(self) -> int:
         """How many values q, K and V have together."""
         return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
+
+    @property
+    def num_decays(self) -> int:
+        """Of a token: H, or H * key_size with ``channel_decay``."""
+        return self.num_value_heads * (self.key_size if self.channel_decay else 1)
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -276,9 +276,9 @@ class ReferenceKernels(KernelsProtocol):
         return states.causal_conv(x_TC, weight_CW, bias_C, silu, columns_RWC, rows)
 
     def gated_delta_rule(
-        self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+        self, qkv_TC: Tensor, a_TA: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
     ) -> Tensor:
-        return states.gated_delta_rule(qkv_TC, a_TH, b_TH, rule, state_RHKV, rows)
+        return states.gated_delta_rule(qkv_TC, a_TA, b_TH, rule, state_RHKV, rows)
 
     def state_space(
         self, xbc_TC: Tensor, dt_TH: Tensor, space: StateSpace, state_RHNP: Tensor, rows: StateRows

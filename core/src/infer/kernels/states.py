@@ -36,11 +36,12 @@ def causal_conv(
 
 
 def gated_delta_rule(
-    qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+    qkv_TC: Tensor, a_TA: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
 ) -> Tensor:
     """``KernelsProtocol.gated_delta_rule``."""
     H, K, V = rule.shape
     keys, each = rule.num_key_heads * K, rule.num_value_heads // rule.num_key_heads
+    rate_A = rule.rate_H.repeat_interleave(rule.num_decays // H)
     out_THV = qkv_TC.new_empty(len(qkv_TC), H, V)
     save_T = rows.save_T.tolist()
     for begin, end, row in _sequences(rows):
@@ -49,8 +50,8 @@ def gated_delta_rule(
             q, k, v = (x.float() for x in torch.split_with_sizes(qkv_TC[t], (keys, keys, H * V)))
             q_HK, k_HK = (_unit(x.view(-1, K)).repeat_interleave(each, 0) for x in (q, k))
             beta_H = rule.max_beta * _sigmoid(b_TH[t].float())
-            decay_H = torch.exp(-rule.rate_H * _softplus(a_TH[t].float() + rule.dt_bias_H))
-            state_HKV = state_HKV * decay_H[:, None, None]
+            decay_A = torch.exp(-rate_A * _softplus(a_TA[t].float() + rule.dt_bias_A))
+            state_HKV = state_HKV * decay_A.view(H, -1, 1)
             known_HV = (state_HKV * k_HK[:, :, None]).sum(1)
             change_HV = (v.view(H, V) - known_HV) * beta_H[:, None]
             state_HKV = state_HKV + k_HK[:, :, None] * change_HV[:, None, :]

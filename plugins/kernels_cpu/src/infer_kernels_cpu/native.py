@@ -109,7 +109,7 @@ FUNCTIONS: dict[str, list[type]] = {
         _POINTER,
     ],
     "gated_delta_rule": [
-        *(_KIND, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE, *[_SIZE] * 5, _POINTER, _POINTER, _REAL),
+        *(_KIND, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE, *[_SIZE] * 5, _POINTER, _POINTER, c_int, _REAL),
         *(_POINTER, _SIZE, *_STATE_ROWS, _POINTER),
     ],
     "state_space": [

@@ -425,19 +425,20 @@ class CpuKernels(ReferenceKernels):
         return out_TC
 
     def gated_delta_rule(
-        self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+        self, qkv_TC: Tensor, a_TA: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
     ) -> Tensor:
         T, (H, K, V) = len(qkv_TC), rule.shape
-        qkv_TC, a_TH, b_TH = contiguous_rows(qkv_TC), contiguous_rows(a_TH), contiguous_rows(b_TH)
+        qkv_TC, a_TA, b_TH = contiguous_rows(qkv_TC), contiguous_rows(a_TA), contiguous_rows(b_TH)
         assert qkv_TC.shape[1] == rule.channels
-        assert a_TH.shape == b_TH.shape == (T, H)
+        assert a_TA.shape == (T, rule.num_decays)
+        assert b_TH.shape == (T, H)
         out_THV = self._empty(T, H, V, dtype=qkv_TC.dtype)
         self.native.infer_gated_delta_rule(
-            one_kind(qkv_TC, a_TH, b_TH),
+            one_kind(qkv_TC, a_TA, b_TH),
             qkv_TC.data_ptr(),
             qkv_TC.stride(0),
-            a_TH.data_ptr(),
-            a_TH.stride(0),
+            a_TA.data_ptr(),
+            a_TA.stride(0),
             b_TH.data_ptr(),
             b_TH.stride(0),
             T,
@@ -446,7 +447,8 @@ class CpuKernels(ReferenceKernels):
             K,
             V,
             rule.rate_H.data_ptr(),
-            rule.dt_bias_H.data_ptr(),
+            rule.dt_bias_A.data_ptr(),
+            rule.channel_decay,
             rule.max_beta,
             *state_places(state_RHKV, torch.float32, H, K, V),
             *row_places(rows, T),

@@ -131,6 +131,7 @@ def delta_kernel(
     K_PAD: tl.constexpr,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    CHANNEL_DECAY: tl.constexpr,
 ):
     """One program walks BLOCK_V columns of one head's state through one sequence. It keeps them in registers."""
     b = tl.program_id(0)
@@ -144,7 +145,10 @@ def delta_kernel(
     begin = tl.load(offsets_ptr + b)
     end = tl.load(offsets_ptr + b + 1)
     rate = tl.load(rate_ptr + h)
-    dt_bias = tl.load(dt_bias_ptr + h)
+    if CHANNEL_DECAY:
+        dt_bias = tl.load(dt_bias_ptr + h * K + size_k, mask=real_k, other=0.0)
+    else:
+        dt_bias = tl.load(dt_bias_ptr + h)
     first_k = (h // (H // KEY_HEADS)) * K + size_k
     state_kv = tl.load(states_ptr + tl.load(read_ptr + b) * stride_state + place_kv, mask=real_kv, other=0.0)
     for t in range(begin, end):
@@ -155,9 +159,13 @@ def delta_kernel(
         v_v = tl.load(row + 2 * KEY_HEADS * K + h * V + size_v, mask=real_v, other=0.0).to(tl.float32)
         q_k = q_k / tl.sqrt_rn(tl.sum(q_k * q_k, 0) + 1e-6) * root
         k_k = k_k / tl.sqrt_rn(tl.sum(k_k * k_k, 0) + 1e-6)
-        a = tl.load(a_ptr + token * stride_a + h).to(tl.float32)
         beta = max_beta * tl.sigmoid(tl.load(b_ptr + token * stride_b + h).to(tl.float32))
-        state_kv = state_kv * tl.exp(-rate * _softplus(a + dt_bias))
+        if CHANNEL_DECAY:
+            a_k = tl.load(a_ptr + token * stride_a + h * K + size_k, mask=real_k, other=0.0).to(tl.float32)
+            state_kv = state_kv * tl.exp(-rate * _softplus(a_k + dt_bias))[:, None]
+        else:
+            a = tl.load(a_ptr + token * stride_a + h).to(tl.float32)
+            state_kv = state_kv * tl.exp(-rate * _softplus(a + dt_bias))
         change_v = (v_v - tl.sum(state_kv * k_k[:, None], 0)) * beta
         state_kv = state_kv + k_k[:, None] * change_v[None, :]
         out_v = tl.sum(state_kv * q_k[:, None], 0)
@@ -284,24 +292,24 @@ def causal_conv(
 
 
 def gated_delta_rule(
-    qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+    qkv_TC: Tensor, a_TA: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
 ) -> Tensor:
     """``KernelsProtocol.gated_delta_rule``."""
     H, K, V = rule.shape
-    qkv_TC, a_TH, b_TH = _lines(qkv_TC), _lines(a_TH), _lines(b_TH)
+    qkv_TC, a_TA, b_TH = _lines(qkv_TC), _lines(a_TA), _lines(b_TH)
     out_THV = torch.empty((len(qkv_TC), H, V), dtype=qkv_TC.dtype, device=qkv_TC.device)
     block = min(STATE_COLUMNS, triton.next_power_of_2(V))
     delta_kernel[(len(rows.read_B), H, triton.cdiv(V, block))](
         qkv_TC,
-        a_TH,
+        a_TA,
         b_TH,
         rule.rate_H,
-        rule.dt_bias_H,
+        rule.dt_bias_A,
         state_RHKV,
         out_THV,
         *rows,
         qkv_TC.stride(0),
-        a_TH.stride(0),
+        a_TA.stride(0),
         b_TH.stride(0),
         state_RHKV.stride(0),
         K**-0.5,
@@ -312,6 +320,7 @@ def gated_delta_rule(
         K_PAD=triton.next_power_of_2(K),
         V=V,
         BLOCK_V=block,
+        CHANNEL_DECAY=rule.channel_decay,
         enable_fp_fusion=False,
     )
     return out_THV

@@ -41,9 +41,9 @@ class DeltaSizes:
 
     def rule(self, device: torch.device) -> DeltaRule:
         """A delta rule of these sizes, whose tensors have no values yet."""
-        rate_H, dt_bias_H = torch.zeros(2, self.num_value_heads, device=device)
+        rate_H, dt_bias_A = torch.zeros(2, self.num_value_heads, device=device)
         sizes = self.num_key_heads, self.num_value_heads, self.key_size, self.value_size
-        return DeltaRule(*sizes, rate_H, dt_bias_H, self.max_beta)
+        return DeltaRule(*sizes, rate_H, dt_bias_A, max_beta=self.max_beta)
 
     def state(self, dtype: torch.dtype) -> StateSpec:
         """What a layer keeps, in a model of that dtype: columns of the convolution, and the recurrent state."""
@@ -94,7 +94,7 @@ class GatedDeltaNet:
         weights.spared.update(f"{name}.{part}.weight" for part in ba)
         self._conv = CausalConv(weights, f"{name}.conv1d", rule.channels, sizes.width, bias=False, silu=True)
         weights.expect(f"{name}.A_log", (H,), lambda log_H: rule.rate_H.copy_(exponential(log_H)), torch.float32)
-        weights.expect(f"{name}.dt_bias", (H,), rule.dt_bias_H.copy_, torch.float32)
+        weights.expect(f"{name}.dt_bias", (H,), rule.dt_bias_A.copy_, torch.float32)
         self._eps = norm_eps
         self._norm_weight_V: Tensor
         weights.expect(f"{name}.{norm}.weight", (V,), self._take_norm)

@@ -75,7 +75,7 @@ class Delta:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        return self.rule.channels, self.rule.num_value_heads, self.rule.num_value_heads
+        return self.rule.channels, self.rule.num_decays, self.rule.num_value_heads
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,12 +85,12 @@ class Delta:
         return torch.float32
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Delta:
-        rate_H, dt_bias_H = self.rule.rate_H.to(device), self.rule.dt_bias_H.to(device)
-        return Delta(replace(self.rule, rate_H=rate_H, dt_bias_H=dt_bias_H))
+        rate_H, dt_bias_A = self.rule.rate_H.to(device), self.rule.dt_bias_A.to(device)
+        return Delta(replace(self.rule, rate_H=rate_H, dt_bias_A=dt_bias_A))
 
     def run(self, kernels: KernelsProtocol, inputs: Sequence[Tensor], states: Tensor, rows: StateRows) -> Tensor:
-        qkv_TC, a_TH, b_TH = inputs
-        return kernels.gated_delta_rule(qkv_TC, a_TH, b_TH, self.rule, states, rows)
+        qkv_TC, a_TA, b_TH = inputs
+        return kernels.gated_delta_rule(qkv_TC, a_TA, b_TH, self.rule, states, rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,10 +125,19 @@ def conv(channels: int, width: int, bias: bool = False, silu: bool = True, seed:
     return Conv(weight_CW, random_tensor(channels, seed=seed + 1) if bias else None, silu)
 
 
-def delta(key_heads: int, heads: int, key_size: int, value_size: int, max_beta: float = 1.0, seed: int = 0) -> Delta:
+def delta(
+    key_heads: int,
+    heads: int,
+    key_size: int,
+    value_size: int,
+    channel_decay: bool = False,
+    max_beta: float = 1.0,
+    seed: int = 0,
+) -> Delta:
     """A gated delta rule with random weights, whose heads forget at different rates."""
-    rate_H, dt_bias_H = random_tensor(heads, seed=seed).exp() / 4, random_tensor(heads, seed=seed + 1)
-    return Delta(DeltaRule(key_heads, heads, key_size, value_size, rate_H, dt_bias_H, max_beta))
+    rate_H = random_tensor(heads, seed=seed).exp() / 4
+    dt_bias_A = random_tensor(heads * (key_size if channel_decay else 1), seed=seed + 1)
+    return Delta(DeltaRule(key_heads, heads, key_size, value_size, rate_H, dt_bias_A, channel_decay, max_beta))
 
 
 def space(heads: int, head_size: int, groups: int, state_size: int, clamped: bool = False, seed: int = 0) -> Space:
@@ -147,7 +156,7 @@ def random_layer(kind: str, draw: random.Random) -> Layer:
         return conv(size, draw.choice([2, 3, 4]), draw.random() < 0.5, draw.random() < 0.5, seed)
     if kind == "gated_delta_rule":
         sizes = draw.choice([(1, 1, 8, 8), (2, 4, 16, 8), (1, 3, 13, 20), (2, 2, 64, 128)])
-        return delta(*sizes, draw.choice([1.0, 2.0]), seed)
+        return delta(*sizes, draw.random() < 0.5, draw.choice([1.0, 2.0]), seed)
     return space(*draw.choice([(2, 8, 1, 16), (4, 20, 2, 13), (3, 64, 1, 128)]), draw.random() < 0.5, seed)
 
 

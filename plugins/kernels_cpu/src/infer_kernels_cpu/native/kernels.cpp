@@ -231,14 +231,14 @@ EXPORT void infer_causal_conv(int kind, const void* x, int64_t stride, int64_t t
 
 EXPORT void infer_gated_delta_rule(int kind, const void* qkv, int64_t stride, const void* a, int64_t stride_a,
                                    const void* b, int64_t stride_b, int64_t tokens, int64_t key_heads, int64_t H,
-                                   int64_t K, int64_t V, const float* rate, const float* dt_bias, float max_beta,
-                                   float* states, int64_t stride_state, const int32_t* offsets, const int64_t* read,
-                                   const int64_t* save, int64_t sequences, void* out) {
+                                   int64_t K, int64_t V, const float* rate, const float* dt_bias, int channel_decay,
+                                   float max_beta, float* states, int64_t stride_state, const int32_t* offsets,
+                                   const int64_t* read, const int64_t* save, int64_t sequences, void* out) {
     TYPED(kind)
-        gated_delta_rule(static_cast<const T*>(qkv), stride, static_cast<const T*>(a), stride_a,
-                         static_cast<const T*>(b), stride_b, tokens, key_heads, rate, dt_bias, max_beta,
-                         Recurrent<T>{states, stride_state, H, K, V, static_cast<T*>(out),
-                                      StateRows{offsets, read, save, sequences}});
+        auto rule = channel_decay ? gated_delta_rule<true, T> : gated_delta_rule<false, T>;
+        rule(static_cast<const T*>(qkv), stride, static_cast<const T*>(a), stride_a, static_cast<const T*>(b), stride_b,
+             tokens, key_heads, rate, dt_bias, max_beta,
+             Recurrent<T>{states, stride_state, H, K, V, static_cast<T*>(out), StateRows{offsets, read, save, sequences}});
     END
 }
 

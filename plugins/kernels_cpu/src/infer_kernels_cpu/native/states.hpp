@@ -84,10 +84,11 @@ struct Columns {
             give(p, x, lanes);
     }
 
-    // S becomes decay S + add change^T if UPDATE, and is then stored in ``to``. Each of READS sums becomes S^T by.
-    template <bool UPDATE, int READS>
-    void sweep(const float* from, float* to, float decay, const float* add, const vf* change,
-               const float* const (&by)[2], vf (&sums)[2][N]) const {
+    // Row r of S becomes decay(r) S + add change^T if UPDATE, and is then stored in ``to``. Each of READS sums becomes
+    // S^T by.
+    template <bool UPDATE, int READS, class D>
+    void sweep(const float* from, float* to, D decay, const float* add, const vf* change, const float* const (&by)[2],
+               vf (&sums)[2][N]) const {
         vf total[2][N] = {}, d[N];
         for (int i = 0; UPDATE && i < N; i++) d[i] = change[i];
         for (int64_t r = 0; r < rows; r++) {
@@ -95,8 +96,8 @@ struct Columns {
             for (int j = 0; j < READS; j++) factors[j] = splat(by[j][r]);
             for (int i = 0; i < N; i++) {
                 vf s = at(from + r * stride, i);
-                if (UPDATE) {
-                    s = fma(splat(add[r]), d[i], decay * s);
+                if constexpr (UPDATE) {
+                    s = fma(splat(add[r]), d[i], decay(r) * s);
                     put(to + r * stride, i, s);
                 }
                 for (int j = 0; j < READS; j++) total[j][i] = fma(factors[j], s, total[j][i]);
@@ -155,7 +156,8 @@ struct Recurrent {
 
 // A gated delta rule. With m = S^T k and p = S^T q, a token's change is d = (v - decay m) beta, its output
 // decay p + (k q) d, and its state decay S + k d^T; so one sweep changes the state for a token and reads it for the next.
-template <class T>
+// Where each row decays by itself, m and p are sums of decaying rows: k and q are multiplied by the decays before.
+template <bool CHANNEL_DECAY, class T>
 void gated_delta_rule(const T* qkv, int64_t stride, const T* a, int64_t stride_a, const T* b, int64_t stride_b,
                       int64_t tokens, int64_t key_heads, const float* rate, const float* dt_bias, float max_beta,
                       Recurrent<T> layer) {
@@ -164,10 +166,11 @@ void gated_delta_rule(const T* qkv, int64_t stride, const T* a, int64_t stride_a
         float decay[AHEAD], beta[AHEAD], kq[AHEAD];
     };
     float root = 1.0f / std::sqrt(float(K));
+    constexpr int64_t KINDS = CHANNEL_DECAY ? 5 : 2;  // k, q, decays, and k and q times the decays
     auto factors = [&]() -> Factors& { return *scratch<Factors, struct DeltaFactors>(1); };
-    auto keys = [&] { return scratch<float, struct Keys>(2 * AHEAD * K); };
+    auto keys = [&] { return scratch<float, struct Keys>(KINDS * AHEAD * K); };
     auto prepare = [&](int64_t h, int64_t first, int64_t count) {
-        float *k = keys(), *q = k + AHEAD * K;
+        float *k = keys(), *q = k + AHEAD * K, *decays = q + AHEAD * K;
         Factors& f = factors();
         for (int64_t i = 0; i < count; i++) {
             const T* row = qkv + (first + i) * stride + h / each * K;
@@ -175,31 +178,45 @@ void gated_delta_rule(const T* qkv, int64_t stride, const T* a, int64_t stride_a
             unit(row + key_heads * K, K, 1.0f, k + i * K);
             f.kq[i] = dot(K, [&](int64_t e, int n) { return take(k + i * K + e, n); },
                           [&](int64_t e, int n) { return take(q + i * K + e, n); });
-            f.decay[i] = to_float(a[(first + i) * stride_a + h]);
+            const T* own = a + (first + i) * stride_a + h * (CHANNEL_DECAY ? K : 1);
+            if constexpr (CHANNEL_DECAY)
+                over_vectors(K, [&](int64_t e, int n) {
+                    vf decay = exp(-rate[h] * softplus(take(own + e, n) + take(dt_bias + h * K + e, n)));
+                    float* to = decays + i * K + e;
+                    give(to, decay, n);
+                    give(to + AHEAD * K, decay * take(k + i * K + e, n), n);
+                    give(to + 2 * AHEAD * K, decay * take(q + i * K + e, n), n);
+                });
+            else
+                f.decay[i] = to_float(*own);
             f.beta[i] = to_float(b[(first + i) * stride_b + h]);
         }
         over_vectors(count, [&](int64_t e, int n) {
-            give(f.decay + e, exp(-rate[h] * softplus(take(f.decay + e, n) + dt_bias[h])), n);
+            if (!CHANNEL_DECAY) give(f.decay + e, exp(-rate[h] * softplus(take(f.decay + e, n) + dt_bias[h])), n);
             give(f.beta + e, max_beta * sigmoid(take(f.beta + e, n)), n);
         });
     };
     layer.run(tokens, prepare, [&]<int N>(Columns<N> columns, int64_t h, int64_t first, int64_t count, int64_t e,
                                           const float* from, float* to, auto saved) {
-        const float *k = keys(), *q = k + AHEAD * K;
+        const float *k = keys(), *decays = k + 2 * AHEAD * K, *by_k = CHANNEL_DECAY ? decays + AHEAD * K : k;
+        const float* by_q = by_k + AHEAD * K;
         const Factors& f = factors();
         vf sums[2][N], change[N];
-        columns.template sweep<false, 2>(from, to, 0, nullptr, nullptr, {k, q}, sums);
-        for (int64_t i = 0; i < count; i++, k += K, q += K, from = to) {
+        columns.template sweep<false, 2>(from, to, nullptr, nullptr, nullptr, {by_k, by_q}, sums);
+        for (int64_t i = 0; i < count; i++, k += K, from = to) {
             const T* v = qkv + (first + i) * stride + 2 * key_heads * K + h * V + e;
+            auto decay = [&, own = decays + i * K](int64_t r) { return CHANNEL_DECAY ? own[r] : f.decay[i]; };
             for (int j = 0; j < N; j++) {
-                change[j] = fma(splat(-f.decay[i]), sums[0][j], columns.at(v, j)) * f.beta[i];
-                vf result = fma(splat(f.kq[i]), change[j], f.decay[i] * sums[1][j]);
-                columns.put(layer.result(first + i, h) + e, j, result);
+                vf left = columns.at(v, j), kept = sums[1][j];
+                left = CHANNEL_DECAY ? left - sums[0][j] : fma(splat(-f.decay[i]), sums[0][j], left);
+                if (!CHANNEL_DECAY) kept = f.decay[i] * kept;
+                change[j] = left * f.beta[i];
+                columns.put(layer.result(first + i, h) + e, j, fma(splat(f.kq[i]), change[j], kept));
             }
             if (i + 1 < count)
-                columns.template sweep<true, 2>(from, to, f.decay[i], k, change, {k + K, q + K}, sums);
+                columns.template sweep<true, 2>(from, to, decay, k, change, {by_k += K, by_q += K}, sums);
             else
-                columns.template sweep<true, 0>(from, to, f.decay[i], k, change, {}, sums);
+                columns.template sweep<true, 0>(from, to, decay, k, change, {}, sums);
             saved(i);
         }
     });
@@ -240,7 +257,8 @@ void state_space(const T* xbc, int64_t stride, const T* dt, int64_t stride_dt, i
         for (int64_t i = 0; i < count; i++, b += N, c += N, from = to) {
             const T* x = xbc + (first + i) * stride + h * P + e;
             for (int j = 0; j < M; j++) change[j] = columns.at(x, j) * f.step[i];
-            columns.template sweep<true, 1>(from, to, f.decay[i], b, change, {c, nullptr}, sums);
+            auto decay = [&](int64_t) { return f.decay[i]; };
+            columns.template sweep<true, 1>(from, to, decay, b, change, {c, nullptr}, sums);
             for (int j = 0; j < M; j++)
                 columns.put(layer.result(first + i, h) + e, j, fma(splat(skip[h]), columns.at(x, j), sums[0][j]));
             saved(i);
