@@ -188,6 +188,17 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "first_k_dense_replace": 1,
     },
     "youtu": COMMON | LATENT | {"architectures": ["YoutuForCausalLM"], "num_hidden_layers": 2},
+    "kimi_linear": COMMON
+    | LATENT
+    | {
+        "architectures": ["KimiLinearForCausalLM"],
+        "num_hidden_layers": 2,
+        "q_lora_rank": None,
+        "linear_attn_config": {"head_dim": 16, "num_heads": 3, "full_attn_layers": [2], "kda_layers": [1]},
+        "num_experts": 5,
+        "num_experts_per_token": 2,
+        "moe_intermediate_size": 24,
+    },
     "olmoe": COMMON
     | {
         "architectures": ["OlmoeForCausalLM"],

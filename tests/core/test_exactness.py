@@ -268,7 +268,7 @@ mixed: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     }
 )
 STATES = {
-    "gated delta net": ("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"),
+    "gated delta net": ("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear"),
     "Mamba 2": ("granite_hybrid", "nemotron_h", "falcon_h1", "bamba"),
     "short convolution": ("lfm2", "lfm2_moe", "lfm3"),
 }

@@ -339,7 +339,7 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 RECURRENT: tuple[Family, ...] = (
     *("qwen3_5", "lfm2", "nemotron_h", "falcon_h1", "bamba", "granite_hybrid", "lfm2_moe", "qwen3_5_moe", "qwen3_next"),
-    *("lfm3", "olmo_hybrid"),
+    *("lfm3", "olmo_hybrid", "kimi_linear"),
 )
 
 

@@ -49,6 +49,7 @@ Family = Literal[
     "deepseek_v2",
     "deepseek_v3",
     "youtu",
+    "kimi_linear",
     "granite",
     "granite_moe",
     "granite_swa",
@@ -263,6 +264,15 @@ def make_model(
         case "youtu":
             fields |= {"num_key_value_heads": HEADS} | LATENT
             made = transformers.YoutuForCausalLM(transformers.YoutuConfig(**fields | config))
+        case "kimi_linear":
+            fields |= {"num_key_value_heads": HEADS, "layer_types": DELTA["layer_types"], "pad_token_id": 0} | LATENT
+            fields |= {"linear_num_heads": 3, "linear_head_dim": 16, "q_lora_rank": None, "rms_norm_eps": 1e-2}
+            fields |= {"num_experts": 6, "num_experts_per_token": 2, "moe_intermediate_size": 24}
+            fields["tie_word_embeddings"] = False  # transformers never ties them
+            made = transformers.KimiLinearForCausalLM(transformers.KimiLinearConfig(**fields | config))
+            for layer in made.model.layers:
+                if hasattr(layer.mlp, "gate"):
+                    layer.mlp.gate.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, 6))
         case "granite_moe":
             factors = {"attention_multiplier": 0.4, "residual_multiplier": 1.4, "logits_scaling": 1.5}
             fields |= {"embedding_multiplier": 0.7, "num_local_experts": 6, "num_experts_per_tok": 2, **factors}
@@ -496,6 +506,8 @@ def make_model(
                 parameter.copy_(noise)
             elif name.endswith("linear_attn.A_log"):  # which transformers draws
                 parameter.copy_(torch.linspace(-1, 2.5, len(parameter)) + 0.3 * noise)
+            elif name.endswith("dt_bias") and family in ("olmo_hybrid", "kimi_linear"):  # which transformers draws, too
+                parameter.copy_(noise - 4)
             elif parameter.ndim == 1:
                 parameter.add_(0.3 * noise)
             elif name.endswith(".conv1d.weight") and "linear_attn" not in name:

@@ -59,13 +59,13 @@ FAMILIES: tuple[Family, ...] = (
     *("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe"),
     *("lfm2", "granite_hybrid", "nemotron_h", "falcon_h1", "bamba", "lfm2_moe", "lfm3", "laguna"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"),
-    *("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu"),
+    *("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu", "kimi_linear"),
 )
-LATENT = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu")
+LATENT = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu", "kimi_linear")
 """Families whose heads share one latent vector, whatever the number of K's and V's heads."""
 STATEFUL = (
     *("lfm2", "lfm2_moe", "lfm3", "granite_hybrid", "falcon_h1", "bamba"),
-    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear"),
 )
 MIXTURES = (
     *("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe"),
@@ -78,6 +78,7 @@ MIXTURES = (
         "glm4_moe_lite",
         "deepseek_v2",
         "deepseek_v3",
+        "kimi_linear",
     ),
 )
 """Rounding may give a token other experts, where the router is undecided."""
@@ -602,7 +603,7 @@ LONG = (
     *(f"{family}-untied-2" for family in (*STATEFUL, "nemotron_h")),
     *("nemotron_h-experts", "gemma4-dense", "gemma4-inputs", "gemma4-shared", "gemma4-k-is-v", "gemma4-experts"),
     *("mistral3-tied", "ministral3-vision", "qwen3_vl-tied", "gemma4_unified-vision"),
-    *(f"{family}-untied-2" for family in LATENT),
+    *(f"{family}-untied-2" for family in LATENT if family not in STATEFUL),
 )
 
 
@@ -848,7 +849,11 @@ def test_names_of_olmo_hybrid(written: str, tmp_path: Path) -> None:
 
 def test_a_convolution_of_olmo_hybrid_without_one_of_its_parts(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, **CASES["olmo_hybrid-tied-2"])
-    edit_tensors(folder, lambda tensors: tensors.pop("model.layers.2.linear_attn.k_conv1d.weight"))
+
+    def drop(tensors: dict[str, Tensor]) -> None:
+        del tensors["model.layers.2.linear_attn.k_conv1d.weight"]
+
+    edit_tensors(folder, drop)
     with pytest.raises(CheckpointError, match=r"linear_attn.q_conv1d.weight', which this model does not have"):
         logits_of(folder)
 
@@ -1426,6 +1431,113 @@ def test_published_configs_of_latent_attention(name: str) -> None:
     assert {key: shape for key, shape in found.expected().items() if "self_attn" in key} == {
         key: tuple(tensor.shape) for key, tensor in theirs.named_parameters() if "self_attn" in key
     }
+
+
+KIMI: dict[str, Any] = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "first_k_dense_replace": 1,
+    "head_dim": 72,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "kda_layers": [
+            *range(1, 4),
+            *range(5, 8),
+            *range(9, 12),
+            *range(13, 16),
+            *range(17, 20),
+            *range(21, 24),
+            25,
+            26,
+        ],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 1048576,
+    "model_type": "kimi_linear",
+    "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 32,
+    "num_expert_group": 1,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 32,
+    "num_shared_experts": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+"""As published for Kimi-Linear-48B-A3B."""
+
+
+def test_the_published_config_of_kimi_linear() -> None:
+    (family,) = [r for r in infer_models() if KIMI["architectures"][0] in r.architectures]
+    context = ModelContext(support.KERNELS, torch.bfloat16, torch.device("cpu"), 64)
+    config = KIMI | {"num_experts": 2, "num_experts_per_token": 2}  # of which no other field depends
+    found: Any = family.factory(config, context, family.settings())
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))  # type: ignore[no-untyped-call]
+    assert (len(found.attention), len(found.states)) == (7, 20)
+    assert {*found.rotary} == {None}
+    assert {spec.scale for spec in found.attention} == {theirs.model.layers[3].self_attn.scaling}
+    buffers = {name: x for name, x in theirs.named_buffers() if name.endswith("e_score_correction_bias")}
+    expected = {name: tuple(x.shape) for name, x in {**dict(theirs.named_parameters()), **buffers}.items()}
+    assert {name: shape for name, shape in found.expected().items() if ".experts." not in name} == {
+        name: shape for name, shape in expected.items() if ".experts." not in name
+    }
+
+
+@pytest.mark.parametrize("written", ["published", "modules"])
+def test_names_of_kimi_linear(written: str, tmp_path: Path) -> None:
+    """As in the published files, whose dense layers have other names than the others; and as transformers calls its
+    modules. It writes neither."""
+    folder = write_checkpoint(tmp_path, **CASES["kimi_linear-untied-2"])
+    before, config = logits_of(folder), json.loads((folder / "config.json").read_text())
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        experts = "block_sparse_moe" if written == "published" else "mlp"
+        for name in list(tensors):
+            new = name.replace("block_sparse_moe", "mlp" if ".layers.0." in name else experts)
+            if written == "modules":
+                new = re.sub(r"self_attn\.(f_|dt_bias|A_log)", r"self_attn.forget_gate.\1", new)
+            tensors[new] = tensors.pop(name)
+
+    edit_tensors(folder, change)
+    own = {
+        "head_dim": 16,
+        "num_heads": 3,
+        "short_conv_kernel_size": 4,
+        "full_attn_layers": [2],
+        "kda_layers": [1, 3, 4],
+    }
+    fields = ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
+    config = {key: value for key, value in config.items() if key not in fields} | {"linear_attn_config": own}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert torch.equal(logits_of(folder), before)
+    assert Checkpoint(Folder(folder)).max_positions == config["model_max_length"]
+
+
+def test_small_matrices_of_kimi_linear_stay_plain(tmp_path: Path) -> None:
+    model = Driver(write_checkpoint(tmp_path, **CASES["kimi_linear-untied-2"]), torch.float32).model
+    assert isinstance(model, SparingModel)
+    names = ("forget_gate.f_a_proj", "forget_gate.f_b_proj", "b_proj")
+    delta = {f"model.layers.{i}.self_attn.{name}.weight" for i in (0, 2, 3) for name in names}
+    assert set(model.spared) == delta | {"model.layers.1.self_attn.kv_b_proj.weight"}
 
 
 def test_groups_of_experts_are_refused(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ POOLING = "1_Pooling/config.json"
 """Where sentence-transformers say how hidden states become an embedding."""
 MAX_POSITIONS = 1 << 24
 """The most positions that a checkpoint may state. Models make tables of them; published ones state up to 10 million."""
-POSITIONS = ("max_position_embeddings", "n_positions")
-"""The fields that say how many positions a model was made for; the second is that of GPT-2 and its kin."""
+POSITIONS = ("max_position_embeddings", "n_positions", "model_max_length")
+"""The fields that say how many positions a model was made for; the others are GPT-2's and Kimi Linear's."""
 MAX_LAYERS = 10_000
 """A file that asks for more layers is damaged: the deepest published models have about a hundred, and each layer takes
 memory before a single weight is read."""

@@ -11,7 +11,7 @@ from infer_layers.experts import Experts
 from infer_layers.latent import LatentAttention, LatentSizes
 from infer_layers.linear import Embedding, Head, Linear, Norm, RMSNorm
 from infer_layers.mamba import Mamba2, MambaSizes, ShortConv
-from infer_layers.recurrent import DeltaSizes, GatedDeltaNet
+from infer_layers.recurrent import DeltaSizes, GatedDeltaNet, KimiDelta
 from infer_layers.rotary import ROPE_KINDS, LongRope, RopeParameters, RotaryEmbedding, TemperedYarnRope
 from infer_layers.table import Weights
 
@@ -29,6 +29,7 @@ __all__ = [
     "GatedMLP",
     "Head",
     "HiddenAct",
+    "KimiDelta",
     "LatentAttention",
     "LatentSizes",
     "LayerType",

@@ -132,7 +132,7 @@ class Attention:
         self._sizes = [H * E] * gated + [H * E, *self._qkv.sizes[1:]]
         self._gate = 0 if gated else None if gate is None else -1
         """Where the gates are behind q."""
-        self._open = _softplus if gate and gate.activation == "softplus" else _sigmoid
+        self._open = _softplus if gate and gate.activation == "softplus" else sigmoid
         self._v_norm: tuple[Tensor, float] | None = None
         if v_norm_eps is not None and not shared:
             ones_E = torch.ones(E, dtype=weights.context.dtype, device=weights.context.device)
@@ -197,7 +197,8 @@ class Attention:
         return self._out(select(out_THE, rows_N).flatten(1))
 
 
-def _sigmoid(x: Tensor) -> Tensor:
+def sigmoid(x: Tensor) -> Tensor:
+    """The same bits wherever a value stands."""
     # Not torch.sigmoid, whose vector and scalar forms differ in the last bit.
     return 1.0 / (1.0 + torch.exp(-x))
 

@@ -1,4 +1,4 @@
-"""The mixer of recurrent layers whose state forgets and corrects: the gated delta net."""
+"""The mixers of recurrent layers whose state forgets and corrects: gated delta nets."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from infer.contracts.cache import KVCacheView
 from infer.contracts.states import DeltaRule, State, StateSpec
 from infer.errors import CheckpointError
 from infer.weight import exponential
-from infer_layers.blocks import select
-from infer_layers.linear import Linear
+from infer_layers.blocks import select, sigmoid
+from infer_layers.linear import Linear, RMSNorm
 from infer_layers.mamba import CausalConv, state_of
 from infer_layers.table import Weights
 
@@ -29,6 +29,8 @@ class DeltaSizes:
     value_size: int
     width: int
     """Of the convolution."""
+    channel_decay: bool = False
+    """As ``DeltaRule``'s."""
     max_beta: float = 1.0
     """As ``DeltaRule``'s."""
 
@@ -41,9 +43,10 @@ class DeltaSizes:
 
     def rule(self, device: torch.device) -> DeltaRule:
         """A delta rule of these sizes, whose tensors have no values yet."""
-        rate_H, dt_bias_A = torch.zeros(2, self.num_value_heads, device=device)
-        sizes = self.num_key_heads, self.num_value_heads, self.key_size, self.value_size
-        return DeltaRule(*sizes, rate_H, dt_bias_A, max_beta=self.max_beta)
+        H, each = self.num_value_heads, self.key_size if self.channel_decay else 1
+        sizes = self.num_key_heads, H, self.key_size, self.value_size
+        rate_H, dt_bias_A = (torch.zeros(n, device=device) for n in (H, H * each))
+        return DeltaRule(*sizes, rate_H, dt_bias_A, self.channel_decay, self.max_beta)
 
     def state(self, dtype: torch.dtype) -> StateSpec:
         """What a layer keeps, in a model of that dtype: columns of the convolution, and the recurrent state."""
@@ -51,10 +54,56 @@ class DeltaSizes:
         return StateSpec(((self.width - 1, rule.channels), rule.shape), (dtype, torch.float32))
 
 
-class GatedDeltaNet:
-    """A gated delta rule (Yang et al., 2025). One product yields q, K, V and a gate, another the strengths and decays
-    of the rule; q, K and V pass a causal convolution with SiLU; what the rule makes of them has a norm for each head,
-    is gated and projected. The two small matrices are spared from ``model.quantization``.
+class _DeltaMixer:
+    """A gated delta rule (Yang et al., 2025), and what all mixers have around it: q, K and V pass a causal convolution
+    with SiLU, and what the rule makes of them has a norm for each head, is gated and projected.
+
+    ``layer`` is the layer's index among those with a state, and ``size`` the hidden size. ``rule`` is what the names of
+    the rule's own tensors begin with, ``log_shape`` the shape of A_log in checkpoints, and ``out`` the name of the last
+    product."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        layer: int,
+        size: int,
+        sizes: DeltaSizes,
+        *,
+        rule: str,
+        log_shape: tuple[int, ...],
+        out: str,
+    ) -> None:
+        self.layer = layer
+        self._kernels = weights.context.kernels
+        own = self._rule = sizes.rule(weights.context.device)
+        self._conv = CausalConv(weights, f"{name}.conv1d", own.channels, sizes.width, bias=False, silu=True)
+        weights.expect(
+            f"{rule}.A_log", log_shape, lambda log: own.rate_H.copy_(exponential(log.flatten())), torch.float32
+        )
+        weights.expect(f"{rule}.dt_bias", tuple(own.dt_bias_A.shape), own.dt_bias_A.copy_, torch.float32)
+        self._out = Linear(weights, f"{name}.{out}", own.num_value_heads * own.value_size, size)
+
+    def __call__(self, x_TD: Tensor, rotary: Rotary | None, cache: KVCacheView, rows_N: Tensor | None = None) -> Tensor:
+        """[T, D], or [N, D] if ``rows_N`` is given. Nothing is rotated."""
+        (columns, state), rows = state_of(cache, self.layer)
+        qkv_TC, gate_TG, a_TA, b_TH = self._inputs(x_TD)
+        qkv_TC = self._conv(qkv_TC, State((columns,), rows))
+        y_THV = self._kernels.gated_delta_rule(qkv_TC, a_TA.contiguous(), b_TH.contiguous(), self._rule, state, rows)
+        return self._out(self._gated(select(y_THV.flatten(1), rows_N), select(gate_TG, rows_N)))
+
+    def _inputs(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of a token: q, K and V; what the gate is made of; and those of the rule's decays and strengths."""
+        raise NotImplementedError
+
+    def _gated(self, y_ND: Tensor, gate_NG: Tensor) -> Tensor:
+        """The rule's results, normalized and gated."""
+        raise NotImplementedError
+
+
+class GatedDeltaNet(_DeltaMixer):
+    """A gated delta net (Yang et al., 2025). One product yields q, K, V and a gate with SiLU, another the strengths and
+    decays of the rule. The two small matrices are spared from ``model.quantization``.
 
     ``layer`` is the layer's index among those with a state, and ``size`` the hidden size. ``qkvz``, ``ba``, ``norm``
     and ``out`` are the checkpoint's names: those of q, K, V and the gate, which may be four tensors, two or one; those
@@ -77,45 +126,70 @@ class GatedDeltaNet:
         out: str = "out_proj",
         interleaved: bool = False,
     ) -> None:
-        context = weights.context
-        self.layer = layer
-        self._kernels = context.kernels
-        self._rule = rule = sizes.rule(context.device)
-        H, K, V = rule.shape
-        self._sizes = [rule.channels, H * V]
+        H = sizes.num_value_heads
+        super().__init__(weights, name, layer, size, sizes, rule=name, log_shape=(H,), out=out)
+        K, V = sizes.key_size, sizes.value_size
+        keys = sizes.num_key_heads * K
+        self._sizes = [self._rule.channels, H * V]
         orders: list[Tensor | None] = [None, None]
         if interleaved:
-            each = H // rule.num_key_heads
-            orders = [_apart(rule.num_key_heads, parts) for parts in ((K, K, each * V, each * V), (each, each))]
-        keys = rule.num_key_heads * K
+            each = H // sizes.num_key_heads
+            orders = [_apart(sizes.num_key_heads, parts) for parts in ((K, K, each * V, each * V), (each, each))]
         parts = [keys, keys, H * V, H * V] if len(qkvz) == 4 else self._sizes
         self._qkvz = Linear(weights, [f"{name}.{part}" for part in qkvz], size, parts, order=orders[0])
         self._ba = Linear(weights, [f"{name}.{part}" for part in ba], size, [H, H], order=orders[1])
         weights.spared.update(f"{name}.{part}.weight" for part in ba)
-        self._conv = CausalConv(weights, f"{name}.conv1d", rule.channels, sizes.width, bias=False, silu=True)
-        weights.expect(f"{name}.A_log", (H,), lambda log_H: rule.rate_H.copy_(exponential(log_H)), torch.float32)
-        weights.expect(f"{name}.dt_bias", (H,), rule.dt_bias_A.copy_, torch.float32)
         self._eps = norm_eps
         self._norm_weight_V: Tensor
         weights.expect(f"{name}.{norm}.weight", (V,), self._take_norm)
-        self._out = Linear(weights, f"{name}.{out}", H * V, size)
 
     def _take_norm(self, weight_V: Tensor) -> None:
         self._norm_weight_V = weight_V.clone()
 
-    def __call__(self, x_TD: Tensor, rotary: Rotary | None, cache: KVCacheView, rows_N: Tensor | None = None) -> Tensor:
-        """[T, D], or [N, D] if ``rows_N`` is given. Nothing is rotated."""
-        (columns, state), rows = state_of(cache, self.layer)
+    def _inputs(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         qkv_TC, gate_TD = torch.split_with_sizes(self._qkvz(x_TD), self._sizes, dim=-1)
         b_TH, a_TH = self._ba(x_TD).chunk(2, dim=-1)
-        qkv_TC = self._conv(qkv_TC, State((columns,), rows))
-        y_THV = self._kernels.gated_delta_rule(qkv_TC, a_TH.contiguous(), b_TH.contiguous(), self._rule, state, rows)
-        y_ND, gate_ND = select(y_THV.flatten(1), rows_N), select(gate_TD, rows_N)
-        return self._out(
-            self._kernels.gated_rms_norm(
-                y_ND, gate_ND, self._norm_weight_V, self._eps, self._rule.value_size, gate_first=False
-            )
+        return qkv_TC, gate_TD, a_TH, b_TH
+
+    def _gated(self, y_ND: Tensor, gate_NG: Tensor) -> Tensor:
+        return self._kernels.gated_rms_norm(
+            y_ND, gate_NG, self._norm_weight_V, self._eps, self._rule.value_size, gate_first=False
         )
+
+
+class KimiDelta(_DeltaMixer):
+    """Kimi Delta Attention (Kimi Team, 2025): each row of a head's state decays by itself. Decays, and a gate by
+    sigmoids, are made of latent vectors, which the product that yields q, K and V and the one that yields strengths
+    yield, too. The matrices of decays and strengths are spared from ``model.quantization``.
+
+    ``layer`` is the layer's index among those with a state, and ``size`` the hidden size; a latent vector has as many
+    values as a head."""
+
+    def __init__(
+        self, weights: Weights, name: str, layer: int, size: int, sizes: DeltaSizes, *, norm_eps: float
+    ) -> None:
+        H, K, V, forget = sizes.num_value_heads, sizes.key_size, sizes.value_size, f"{name}.forget_gate"
+        super().__init__(weights, name, layer, size, sizes, rule=forget, log_shape=(1, 1, H, 1), out="o_proj")
+        keys = sizes.num_key_heads * K
+        names = [f"{name}.{part}" for part in ("q_proj", "k_proj", "v_proj", "g_a_proj")]
+        self._qkvg = Linear(weights, names, size, [keys, keys, H * V, V])
+        self._fb = Linear(weights, [f"{forget}.f_a_proj", f"{name}.b_proj"], size, [K, H])
+        self._decays = Linear(weights, f"{forget}.f_b_proj", K, H * K)
+        weights.spared.update(
+            f"{part}.weight" for part in (f"{forget}.f_a_proj", f"{forget}.f_b_proj", f"{name}.b_proj")
+        )
+        self._gate = Linear(weights, f"{name}.g_b_proj", V, H * V)
+        self._norm = RMSNorm(weights, f"{name}.o_norm", V, norm_eps)
+
+    def _inputs(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        channels, V = self._rule.channels, self._rule.value_size
+        qkv_TC, gate_TV = torch.split_with_sizes(self._qkvg(x_TD), [channels, V], dim=-1)
+        forget_TK, b_TH = torch.split_with_sizes(self._fb(x_TD), self._fb.sizes, dim=-1)
+        return qkv_TC, gate_TV.contiguous(), self._decays(forget_TK.contiguous()), b_TH
+
+    def _gated(self, y_ND: Tensor, gate_NG: Tensor) -> Tensor:
+        normal_ND = self._norm(y_ND.view(-1, self._rule.value_size)).view(y_ND.shape)
+        return (normal_ND.float() * sigmoid(self._gate(gate_NG).float())).to(y_ND.dtype)
 
 
 def _apart(groups: int, parts: tuple[int, ...]) -> Tensor:

@@ -26,6 +26,7 @@ from infer_models.granite_hybrid import GraniteMoeHybridConfig, GraniteMoeHybrid
 from infer_models.granite_moe import GraniteMoeConfig, GraniteMoeLayer
 from infer_models.granite_swa import GraniteSWAConfig
 from infer_models.hybrid import HybridLayer
+from infer_models.kimi_linear import KimiLinear, KimiLinearConfig, KimiLinearLayer
 from infer_models.laguna import LagunaConfig, LagunaLayer
 from infer_models.latent import LatentLayer
 from infer_models.lfm2 import Lfm2Config, Lfm2Layer
@@ -128,6 +129,7 @@ def infer_models() -> list[ModelRegistration]:
             DeepseekV3Layer,
             NextLayerModel,
         ),
+        _decoder("kimi_linear", "Kimi Linear", KimiLinearConfig, KimiLinearLayer, KimiLinear),
         _decoder("youtu", "Youtu-LLM", YoutuConfig, LatentLayer),
         ModelRegistration(
             "gemma3",

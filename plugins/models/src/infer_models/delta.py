@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -10,8 +11,11 @@ from pydantic import PositiveInt
 
 from infer.contracts.attention import AttentionSpec
 from infer.contracts.states import StateSpec
-from infer_layers import DeltaSizes, GatedDeltaNet, RopeParameters, Weights, nth
+from infer.weight import Weight
+from infer_layers import Decoder, DeltaSizes, GatedDeltaNet, RopeParameters, Weights, nth
 from infer_models.llama import LlamaConfig, LlamaLayer, Mixer
+
+CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 
 
 class DeltaConfig(LlamaConfig):
@@ -68,3 +72,35 @@ class DeltaLayer(LlamaLayer):
             out=c.delta_out,
             interleaved=c.delta_interleaved,
         )
+
+
+class DeltaModel(Decoder):
+    """A Decoder whose checkpoints have other names than transformers' modules, and a convolution in three parts."""
+
+    renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Patterns in the names of checkpoints, and what stands in their place in those of modules."""
+
+    def unstack(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+        return super().unstack(self._modules(tensors))
+
+    def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
+        super().load(self._modules(tensors))
+
+    def _modules(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+        """The tensors, named as in transformers' modules. Parts of a convolution are joined wherever they are cut: the
+        files that transformers 5 writes have three of about one size."""
+        parts: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors:
+            for pattern, module in self.renamed:
+                name = re.sub(pattern, module, name)
+            layer, _, part = name.removesuffix(".weight").rpartition(".")
+            if part not in CONVOLUTIONS or not isinstance(tensor, torch.Tensor):
+                yield name, tensor
+                continue
+            found = parts.setdefault(layer, {})
+            found[part] = tensor.clone()  # the file may be gone before the next part comes
+            if len(found) == len(CONVOLUTIONS):
+                del parts[layer]
+                yield f"{layer}.conv1d.weight", torch.cat([found[part] for part in CONVOLUTIONS])
+        for layer, found in parts.items():
+            yield from ((f"{layer}.{part}.weight", tensor) for part, tensor in found.items())

@@ -62,7 +62,7 @@ class LatentConfig(LlamaConfig):
         sharper = max((each.sharpening for each in stretches), default=1.0)
         return float((self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * sharper**2)
 
-    def attention(self) -> Sequence[AttentionSpec]:
+    def attention(self) -> Sequence[AttentionSpec | None]:
         return [self.latent.spec(self.num_attention_heads, self.attention_scale)] * self.num_hidden_layers
 
     def ropes(self, config: Mapping[str, Any]) -> Sequence[RopeParameters | None]:

@@ -4,17 +4,13 @@ after them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from pydantic import PositiveInt
 
-from infer.weight import Weight
-from infer_layers import Decoder, DeltaSizes, RopeParameters, config_table
-from infer_models.delta import DeltaConfig, DeltaLayer
-
-CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
+from infer_layers import DeltaSizes, RopeParameters, config_table
+from infer_models.delta import DeltaConfig, DeltaLayer, DeltaModel
 
 
 class OlmoHybridConfig(DeltaConfig):
@@ -44,7 +40,7 @@ class OlmoHybridConfig(DeltaConfig):
             key_size,
             self.linear_value_head_dim or 2 * key_size,
             self.linear_conv_kernel_dim,
-            2.0 if self.linear_allow_neg_eigval else 1.0,
+            max_beta=2.0 if self.linear_allow_neg_eigval else 1.0,
         )
 
     def ropes(self, config: Mapping[str, Any]) -> Sequence[RopeParameters | None]:
@@ -60,30 +56,8 @@ class OlmoHybridLayer(DeltaLayer):
         return ((), c.norms_after) if c.attends(index) else (c.norms_before, ())
 
 
-class OlmoHybrid(Decoder):
-    """A Decoder whose checkpoints have names of their own for norms, and may have the convolution in three parts."""
-
-    def unstack(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-        return super().unstack(self._usual(tensors))
-
-    def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
-        super().load(self._usual(tensors))
-
-    def _usual(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-        """The tensors, named as in transformers' modules. Parts of a convolution are joined wherever they are cut: the
-        files that transformers 5 writes have three of about one size."""
-        parts: dict[str, dict[str, torch.Tensor]] = {}
-        for name, tensor in tensors:
-            name = name.replace(".attention_layer_norm.", ".input_layernorm.")
-            name = name.replace(".feedforward_layer_norm.", ".post_attention_layernorm.")
-            layer, _, part = name.removesuffix(".weight").rpartition(".")
-            if part not in CONVOLUTIONS or not isinstance(tensor, torch.Tensor):
-                yield name, tensor
-                continue
-            found = parts.setdefault(layer, {})
-            found[part] = tensor.clone()  # the file may be gone before the next part comes
-            if len(found) == len(CONVOLUTIONS):
-                del parts[layer]
-                yield f"{layer}.conv1d.weight", torch.cat([found[part] for part in CONVOLUTIONS])
-        for layer, found in parts.items():
-            yield from ((f"{layer}.{part}.weight", tensor) for part, tensor in found.items())
+class OlmoHybrid(DeltaModel):
+    renamed: ClassVar[tuple[tuple[str, str], ...]] = (
+        (r"\.attention_layer_norm\.", ".input_layernorm."),
+        (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
+    )
