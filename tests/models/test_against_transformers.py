@@ -713,10 +713,8 @@ def test_bfloat16_stays_near(case: str, tmp_path: Path) -> None:
     """The same bf16 weights, computed in bf16 by us and in fp32 by transformers."""
     folder = write_checkpoint(tmp_path, **CASES[case], dtype=torch.bfloat16)
     difference = Driver(folder, torch.bfloat16).prefill(prompt(), [PROMPT]) - expected_logits(folder, prompt())
-    near = (
-        0.07 if case.startswith("olmo_hybrid") else 0.05
-    )  # its heads' norms have a small eps: transformers is 0.069 off
-    assert difference.square().mean().sqrt() < near
+    # Norms of OLMo Hybrid's heads magnify small values: transformers itself is as far off.
+    assert difference.square().mean().sqrt() < (0.07 if case.startswith("olmo_hybrid") else 0.05)
 
 
 def logits_of(folder: Path) -> Tensor:
@@ -976,7 +974,7 @@ def test_both_namings_of_a_model_with_vision(tied: bool, tmp_path: Path) -> None
     [
         ("llama", ""),
         ("gemma3_vision", "language_model."),
-        *slowly(*((family, "") for family in FAMILIES if family not in ("llama", "nemotron_h"))),
+        *slowly(*((family, "") for family in FAMILIES if family not in ("llama", "nemotron_h", "kimi_linear"))),
     ],
 )
 def test_surplus_tensors_that_are_known(family: Family, prefix: str, tmp_path: Path) -> None:
