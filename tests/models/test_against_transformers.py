@@ -1495,6 +1495,7 @@ def test_the_published_config_of_kimi_linear() -> None:
     assert {spec.scale for spec in found.attention} == {theirs.model.layers[3].self_attn.scaling}
     buffers = {name: x for name, x in theirs.named_buffers() if name.endswith("e_score_correction_bias")}
     expected = {name: tuple(x.shape) for name, x in {**dict(theirs.named_parameters()), **buffers}.items()}
+    expected |= {name: (32,) for name in expected if name.endswith("A_log")}  # of [1, 1, 32, 1]
     assert {name: shape for name, shape in found.expected().items() if ".experts." not in name} == {
         name: shape for name, shape in expected.items() if ".experts." not in name
     }

@@ -50,10 +50,12 @@ ARCHITECTURES = {
     "DeepseekV3ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
     "Glm4MoeLiteForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
     "YoutuForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
+    "KimiLinearForCausalLM": gguf.MODEL_ARCH.KIMI_LINEAR,
 }
 SCORES = {
     "DeepseekV2ForCausalLM": gguf.ExpertGatingFuncType.SOFTMAX,
     "DeepseekV3ForCausalLM": gguf.ExpertGatingFuncType.SIGMOID,
+    "KimiLinearForCausalLM": gguf.ExpertGatingFuncType.SIGMOID,
 }
 """How experts are chosen, where config.json says it."""
 GRANITES = (gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.GRANITE_MOE, gguf.MODEL_ARCH.GRANITE_HYBRID)
@@ -62,6 +64,8 @@ LLAMAS = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.MISTRAL3, *GRANITES, gguf.MODEL
 LFM2 = (gguf.MODEL_ARCH.LFM2, gguf.MODEL_ARCH.LFM2MOE)
 MAMBA = (gguf.MODEL_ARCH.GRANITE_HYBRID, gguf.MODEL_ARCH.FALCON_H1, *NEMOTRON)
 DELTA = (gguf.MODEL_ARCH.QWEN35, gguf.MODEL_ARCH.QWEN35MOE, gguf.MODEL_ARCH.QWEN3NEXT)
+KIMI_LINEAR = gguf.MODEL_ARCH.KIMI_LINEAR
+LATENT = (gguf.MODEL_ARCH.DEEPSEEK2, KIMI_LINEAR)
 UNIT_OFFSET = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3, *DELTA)
 NORMS = ("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
 DRAFTING = {
@@ -107,9 +111,11 @@ def write_gguf(
     config = known_as(config)
     config["head_dim"] = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
     tensors = load_file(folder / "model.safetensors")
+    # transformers calls dense MLPs of Kimi Linear as it calls mixtures.
+    tensors = {re.sub(r"block_sparse_moe\.(\w+_proj\.)", r"mlp.\1", name): tensor for name, tensor in tensors.items()}
     layers, drafting = config["num_hidden_layers"], int(any(name.startswith("mtp.") for name in tensors))
     write_config(writer, arch, config, drafting)
-    if arch == gguf.MODEL_ARCH.DEEPSEEK2:
+    if arch in LATENT:
         write_latent(writer, config, whole)
     (tokenizer or byte_level)(writer, folder)
     edit(writer, config)
@@ -122,7 +128,7 @@ def write_gguf(
         stored = recurrent(arch, name, stored, config)
         own = own_name(names, name, layers)
         convolves = name.endswith(("conv.conv.weight", "conv1d.weight"))
-        kind = type if given.ndim > 1 and not name.endswith(".bias") and not convolves else "F32"
+        kind = type if given.ndim > 1 and not name.endswith((".bias", "A_log")) and not convolves else "F32"
         raw = quantize(stored, kind)
         back = torch.from_numpy(np.array(gguf.quants.dequantize(raw, TYPE[kind])))
         if name.endswith("A_log"):
@@ -171,6 +177,12 @@ def known_as(config: Mapping[str, Any]) -> dict[str, Any]:
     config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
     config.setdefault("rms_norm_eps", config.get("norm_eps", config.get("layer_norm_epsilon")))
     config.setdefault("rope_parameters", {"rope_theta": 10_000.0})
+    if config["architectures"] == ["KimiLinearForCausalLM"]:
+        names = {"num_experts": "n_routed_experts", "num_experts_per_token": "num_experts_per_tok"}
+        names |= {"num_shared_experts": "n_shared_experts", "num_expert_group": "n_group"}
+        names |= {"model_max_length": "max_position_embeddings"}
+        config = {names.get(key, key): value for key, value in config.items()}
+        config["first_k_dense_replace"] = config["mlp_layer_types"].count("dense")
     if "kv_lora_rank" in config:
         config |= {"head_dim": config["qk_rope_head_dim"], "num_key_value_heads": 1}
     if config["architectures"] == ["Lfm2ForCausalLM"]:
@@ -196,9 +208,9 @@ def reordered(arch: gguf.MODEL_ARCH, name: str, tensor: Tensor, config: Mapping[
 def recurrent(arch: gguf.MODEL_ARCH, name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
     """A tensor of a recurrent layer as the converter stores it; others as they are."""
     if name.endswith(("conv.conv.weight", "conv1d.weight")):
-        return tensor.squeeze(1)
+        return tensor[None].transpose(1, 2) if arch == KIMI_LINEAR else tensor.squeeze(1)
     if name.endswith("A_log"):
-        return -(tensor.float().exp() if arch in DELTA else tensor.float().exp().reshape(-1, 1))
+        return -(tensor.float().exp() if arch in (*DELTA, KIMI_LINEAR) else tensor.float().exp().reshape(-1, 1))
     if name.endswith(("mamba.D", "mixer.D")):
         return tensor.reshape(-1, 1)
     if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
@@ -286,7 +298,7 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
     writer.add_block_count(config["num_hidden_layers"] + drafting)
     kinds = config.get("layers_block_type") or config.get("layer_types") or []
     width, kv_heads = config["intermediate_size"], config["num_key_value_heads"]
-    hybrid = "full_attention" in kinds and arch in (*LFM2, *GRANITES, *NEMOTRON)
+    hybrid = "full_attention" in kinds and arch in (*LFM2, *GRANITES, *NEMOTRON, KIMI_LINEAR)
     widths = {"mlp": width, "moe": config.get("moe_intermediate_size")}
     writer.add_head_count(config["num_attention_heads"])
     if arch == gguf.MODEL_ARCH.GEMMA4:
@@ -296,7 +308,7 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
         writer.add_head_count_kv(
             [kv_heads if kind == "full_attention" else 0 for kind in kinds] if hybrid else kv_heads
         )
-        if arch != gguf.MODEL_ARCH.DEEPSEEK2:
+        if arch not in LATENT:
             writer.add_key_length(config["head_dim"])
             writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -335,6 +347,9 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
         writer.add_ssm_group_count(config.get("mamba_n_groups") or config["n_groups"])
         writer.add_ssm_inner_size(heads * (config.get("mamba_d_head") or config["mamba_head_dim"]))
         writer.add_ssm_time_step_rank(heads)
+    if arch == KIMI_LINEAR:
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_kda_head_dim(config["linear_head_dim"])
     if arch in DELTA:
         heads, size_v = config["linear_num_value_heads"], config["linear_value_head_dim"]
         writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])

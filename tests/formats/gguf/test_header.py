@@ -298,6 +298,13 @@ MIXED: dict[str, tuple[Family, str, Any, str]] = {
         4,
         "expert_gating_func is 4; it has to be 1, a softmax, or 2, a sigmoid",
     ),
+    "delta gating": (
+        "kimi_linear",
+        "kimi-linear.expert_gating_func",
+        1,
+        "expert_gating_func is 1; it has to be 2, a sigmoid",
+    ),
+    "delta size": ("kimi_linear", "kimi-linear.kda.head_dim", None, "does not say kimi-linear.kda.head_dim"),
     "latent shares": ("deepseek_v2", "deepseek2.expert_weights_norm", True, "norm_topk_prob.*False"),
     "latent layers": (
         "deepseek_v3",

@@ -20,7 +20,7 @@ from tests.examples import slowly
 from tests.formats.gguf.files import gemma_pattern, quantized, write_gguf
 from tests.formats.gguf.test_blocks import NUMBERS, random_blocks
 from tests.formats.gguf.test_header import edited
-from tests.models.checkpoints import ROPES, Family, Rope, write_checkpoint
+from tests.models.checkpoints import HEADS, ROPES, Family, Rope, write_checkpoint
 from tests.models.test_against_transformers import CASES as MODELS
 from tests.models.test_against_transformers import NEW, PROMPT, TOLERANCE, Driver, expected_logits, prompt
 from torch import Tensor
@@ -125,10 +125,15 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"family": "glm4_moe_lite", "tied": False, "mlp_layer_types": None},
     "youtu": {"family": "youtu"},
     "youtu-yarn": {"family": "youtu", "rope": "yarn", "q_lora_rank": None, "tied": False},
+    "kimi_linear": {"family": "kimi_linear", "linear_num_heads": HEADS, "tied": False},
 }
 DELTA = ("qwen3_5", "qwen3_next")
 MAMBA = ("granite_hybrid", "nemotron_h", "falcon_h1")
-ROUNDED = {"llama-llama3-rope", "granite-biases", *(name for name in CASES if name.startswith((*MAMBA, *DELTA)))}
+ROUNDED = {
+    "llama-llama3-rope",
+    "granite-biases",
+    *(name for name in CASES if name.startswith((*MAMBA, *DELTA, "kimi_linear"))),
+}
 """Where the file holds factors rounded to fp32, or rates of decays, not what they were computed from."""
 
 

@@ -25,7 +25,18 @@ from infer.errors import CheckpointError
 from infer_formats.gguf import GGUF
 from infer_formats.gguf.tokenizer import end_ids
 
-PUBLISHED = {**GGUF_PRE_TOKENIZER_SPLITS, "glm4": GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]}
+KIMI = (
+    r"[\p{Han}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    *(r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"),
+)
+"""As its own code splits texts, which has no tokenizer.json."""
+PUBLISHED = {
+    **GGUF_PRE_TOKENIZER_SPLITS,
+    "glm4": GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"],
+    "kimi-k2": "|".join(KIMI),
+}
 CORPUS = [
     "The kettle began it. Don't tell me what they've said: I'LL know 1234567 times, 3.14!\n\n  def f(x):\n\treturn x",
     "Größe, Äpfel und Übermut kosten 12,50 €; naïve Cafés — «oui» d'accord.\r\n\r\n",
@@ -84,7 +95,7 @@ def written(
 @functools.cache
 def trained(pre: str) -> str:
     """A byte-level BPE, trained with the published way to split texts."""
-    made = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken", "falcon3", "glm4")))
+    made = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken", "falcon3", "glm4", "kimi-k2")))
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in PUBLISHED)
     if pre == "smollm":
         made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_])
@@ -129,6 +140,7 @@ PRES = {
     "gpt-4o": "phi3",
     "gpt-2": "qwen2",
     "glm4": "deepseek2",
+    "kimi-k2": "kimi-linear",
 }
 
 

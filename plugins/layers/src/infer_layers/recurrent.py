@@ -59,8 +59,7 @@ class _DeltaMixer:
     with SiLU, and what the rule makes of them has a norm for each head, is gated and projected.
 
     ``layer`` is the layer's index among those with a state, and ``size`` the hidden size. ``rule`` is what the names of
-    the rule's own tensors begin with, ``log_shape`` the shape of A_log in checkpoints, and ``out`` the name of the last
-    product."""
+    the rule's own tensors begin with, and ``out`` the name of the last product."""
 
     def __init__(
         self,
@@ -71,18 +70,16 @@ class _DeltaMixer:
         sizes: DeltaSizes,
         *,
         rule: str,
-        log_shape: tuple[int, ...],
         out: str,
     ) -> None:
         self.layer = layer
         self._kernels = weights.context.kernels
         own = self._rule = sizes.rule(weights.context.device)
         self._conv = CausalConv(weights, f"{name}.conv1d", own.channels, sizes.width, bias=False, silu=True)
-        weights.expect(
-            f"{rule}.A_log", log_shape, lambda log: own.rate_H.copy_(exponential(log.flatten())), torch.float32
-        )
+        H = own.num_value_heads
+        weights.expect(f"{rule}.A_log", (H,), lambda log_H: own.rate_H.copy_(exponential(log_H)), torch.float32)
         weights.expect(f"{rule}.dt_bias", tuple(own.dt_bias_A.shape), own.dt_bias_A.copy_, torch.float32)
-        self._out = Linear(weights, f"{name}.{out}", own.num_value_heads * own.value_size, size)
+        self._out = Linear(weights, f"{name}.{out}", H * own.value_size, size)
 
     def __call__(self, x_TD: Tensor, rotary: Rotary | None, cache: KVCacheView, rows_N: Tensor | None = None) -> Tensor:
         """[T, D], or [N, D] if ``rows_N`` is given. Nothing is rotated."""
@@ -127,7 +124,7 @@ class GatedDeltaNet(_DeltaMixer):
         interleaved: bool = False,
     ) -> None:
         H = sizes.num_value_heads
-        super().__init__(weights, name, layer, size, sizes, rule=name, log_shape=(H,), out=out)
+        super().__init__(weights, name, layer, size, sizes, rule=name, out=out)
         K, V = sizes.key_size, sizes.value_size
         keys = sizes.num_key_heads * K
         self._sizes = [self._rule.channels, H * V]
@@ -169,7 +166,7 @@ class KimiDelta(_DeltaMixer):
         self, weights: Weights, name: str, layer: int, size: int, sizes: DeltaSizes, *, norm_eps: float
     ) -> None:
         H, K, V, forget = sizes.num_value_heads, sizes.key_size, sizes.value_size, f"{name}.forget_gate"
-        super().__init__(weights, name, layer, size, sizes, rule=forget, log_shape=(1, 1, H, 1), out="o_proj")
+        super().__init__(weights, name, layer, size, sizes, rule=forget, out="o_proj")
         keys = sizes.num_key_heads * K
         names = [f"{name}.{part}" for part in ("q_proj", "k_proj", "v_proj", "g_a_proj")]
         self._qkvg = Linear(weights, names, size, [keys, keys, H * V, V])

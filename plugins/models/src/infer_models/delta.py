@@ -93,6 +93,8 @@ class DeltaModel(Decoder):
         for name, tensor in tensors:
             for pattern, module in self.renamed:
                 name = re.sub(pattern, module, name)
+            if name.endswith(".A_log") and isinstance(tensor, torch.Tensor):
+                tensor = tensor.flatten()  # Kimi Linear has dimensions of 1 besides
             layer, _, part = name.removesuffix(".weight").rpartition(".")
             if part not in CONVOLUTIONS or not isinstance(tensor, torch.Tensor):
                 yield name, tensor

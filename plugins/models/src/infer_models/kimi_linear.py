@@ -37,7 +37,9 @@ class KimiLinearConfig(DeltaConfig, Glm4MoeLiteConfig):
     moe_intermediate_size: PositiveInt = 1024
     moe_router_activation_func: Literal["sigmoid"] = "sigmoid"
     moe_layer_freq: Literal[1] = 1
-    n_routed_experts: PositiveInt = Field(256, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    n_routed_experts: PositiveInt = Field(
+        256, validation_alias=AliasChoices("num_experts", "num_local_experts", "n_routed_experts")
+    )
     n_shared_experts: PositiveInt = Field(1, validation_alias=AliasChoices("num_shared_experts", "n_shared_experts"))
     num_experts_per_tok: PositiveInt = Field(
         8, validation_alias=AliasChoices("num_experts_per_token", "num_experts_per_tok")

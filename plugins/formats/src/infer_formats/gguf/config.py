@@ -15,7 +15,7 @@ from infer.errors import CheckpointError
 from infer_formats.gguf.gemma import GEMMA_27B_LAYERS, gemma, gemma4
 from infer_formats.gguf.header import TensorInfo
 from infer_formats.gguf.hybrids import delta_nets, granite, short_convolutions, squared_experts, state_space
-from infer_formats.gguf.latent import chosen_experts, latent_attention
+from infer_formats.gguf.latent import chosen_experts, kimi_linear, latent_attention
 from infer_formats.gguf.metadata import Metadata
 from infer_formats.gguf.names import CONVOLVED, DELTA, LATENT, MIXTURES, NEMOTRON, TURNED
 from infer_formats.gguf.rope import ministral, rope_scaling
@@ -47,12 +47,13 @@ ARCHITECTURES = {
     "qwen35moe": "Qwen3_5MoeForCausalLM",
     "qwen3next": "Qwen3NextForCausalLM",
     "deepseek2": "DeepseekV3ForCausalLM",
+    "kimi-linear": "KimiLinearForCausalLM",
 }
 DTYPES = {"F32": "float32", "F16": "float16"}
 """The dtype to compute in, by the type of most weights; bfloat16 for all others."""
 MAMBA = ("granitehybrid", "falcon-h1", *NEMOTRON)
 """Architectures with Mamba 2."""
-MIXED = ("granitehybrid", *NEMOTRON, *CONVOLVED)
+MIXED = ("granitehybrid", "kimi-linear", *NEMOTRON, *CONVOLVED)
 """Those with layers of several kinds. K/V heads are counted for each, and layers without attention have none."""
 VARIED = ("gemma4", *DELTA)
 """Those that may have another number of K/V heads, or another width, in each layer."""
@@ -169,6 +170,8 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
         config |= short_convolutions(meta, arch, config, kv_heads)
     elif arch in LATENT:
         config |= latent_attention(meta, arch, tensors, config)
+        if arch == "kimi-linear":
+            config |= kimi_linear(meta, arch, kv_heads)
     elif arch == "gemma4":
         config |= gemma4(meta, tensors, read) | {"sliding_window": window}
     elif arch not in TURNED:

@@ -58,7 +58,7 @@ def latent_attention(
     """What a config with latent attention has beside the others."""
     at = functools.partial("{}.{}".format, arch)
     # Where K and V of the heads are one tensor, the lengths are those of the heads, and otherwise of what is cached.
-    end = "_mla" if "blk.0.attn_k_b.weight" in tensors else ""
+    end = "_mla" if any(name.endswith(".attn_k_b.weight") for name in tensors) else ""
     rotated, key_length = meta.size(at("rope.dimension_count")), meta.size(at(f"attention.key_length{end}"))
     if key_length <= rotated:
         raise meta.bad(at(f"attention.key_length{end}"), f"more than rope.dimension_count, {rotated}")
@@ -85,6 +85,22 @@ def latent_attention(
         scale = round(10 * sharper, 6)
         made["rope_scaling"] = {**config["rope_scaling"], "mscale": scale, "mscale_all_dim": scale}
     return made
+
+
+def kimi_linear(meta: Metadata, arch: str, kv_heads: list[int]) -> dict[str, Any]:
+    """What a config with delta attention has beside that of latent attention. Where a layer has no K/V heads, it has
+    delta attention. That shares of experts add up to 1 follows from the architecture."""
+    at = functools.partial("{}.{}".format, arch)
+    if meta.whole(at("expert_gating_func"), SIGMOID) != SIGMOID:
+        raise meta.bad(at("expert_gating_func"), f"{SIGMOID}, a sigmoid")
+    return {
+        "architectures": ["KimiLinearForCausalLM"],
+        "layer_types": ["full_attention" if kv else "linear_attention" for kv in kv_heads],
+        "linear_head_dim": meta.size(at("kda.head_dim")),
+        "linear_num_heads": meta.size(at("attention.head_count")),
+        "linear_conv_kernel_dim": meta.size(at("ssm.conv_kernel")),
+        "norm_topk_prob": True,
+    }
 
 
 def chosen_experts(meta: Metadata, arch: str, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:

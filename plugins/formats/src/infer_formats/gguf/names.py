@@ -19,7 +19,7 @@ CONVOLVED = ("lfm2", "lfm2moe")
 """Architectures with short convolutions."""
 DELTA = ("qwen35", "qwen35moe", "qwen3next")
 """Those with gated delta nets."""
-LATENT = ("deepseek2",)
+LATENT = ("deepseek2", "kimi-linear")
 """Those with latent attention."""
 DRAFTING = (*DELTA, "nemotron_h_moe")
 """Those whose last layers may be a draft head."""
@@ -141,6 +141,15 @@ LATENT_ATTENTION = {
     **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
 }
 """Names within DeepSeek's models."""
+KIMI_LINEAR = {
+    **LATENT_ATTENTION,
+    **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+    **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_dt": "self_attn.dt_bias",
+    "ssm_a": "self_attn.A_log",
+    "ssm_norm": "self_attn.o_norm",
+}
 WITHIN_OF = {
     **dict.fromkeys(TILED, DELTA_NET),
     "qwen3next": {
@@ -179,7 +188,8 @@ WITHIN_OF = {
         **{f"post_ffw_norm_{i}": f"post_feedforward_layernorm_{i}" for i in (1, 2)},
     },
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
-    **dict.fromkeys(LATENT, LATENT_ATTENTION),
+    "deepseek2": LATENT_ATTENTION,
+    "kimi-linear": KIMI_LINEAR,
     "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
     "qwen3moe": {"ffn_gate_inp": "mlp.gate"},
     "olmoe": {"ffn_gate_inp": "mlp.gate"},
@@ -212,6 +222,7 @@ MIXTURES = {
     "gemma4": Mixture("experts"),
     "nemotron_h_moe": Mixture("mixer.experts"),
     "deepseek2": Mixture(),
+    "kimi-linear": Mixture(),
 }
 
 
@@ -317,10 +328,10 @@ def _columns(weight: Weight, order: Tensor) -> Weight:
 def hub_tensor(name: str, weight: Weight) -> Weight:
     """A tensor of a recurrent layer as the hub has it; others as they are."""
     part = name.removesuffix(".weight").rpartition(".")[2]
-    convolves = name.endswith(("ssm_conv1d.weight", "shortconv.conv.weight"))
+    convolves = "ssm_conv1d" in part or name.endswith("shortconv.conv.weight")
     if part not in ("ssm_a", "ssm_d", "ssm_norm") and not convolves:
         return weight
     plain = weight.dequantize() if isinstance(weight, GroupedWeight) else weight
     if convolves:
-        return plain.unsqueeze(1)
+        return plain.reshape(-1, 1, plain.shape[-1])  # which may have dimensions of 1 besides
     return plain.float().neg().log().flatten() if part == "ssm_a" else plain.flatten()

@@ -29,11 +29,19 @@ END_TEXTS = frozenset(
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|{digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{{ending}}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{{ending}}|{{digits}}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_ENDING, _DIGITS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"
+
+
+def _cased(ending: str, digits: str, after: str = r"\r\n/", letters: str = "") -> str:
+    """Words of which a capital letter begins the next one. ``letters`` says which ones words may have, ``after`` what
+    belongs to the punctuation before it."""
+    upper, lower = (rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}{letters}]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
+    word = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{word}{upper}*{lower}+{ending}|{word}{upper}+{lower}*{ending}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[{after}]*|"
+        r"\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
 
 MAX_PIECE = 1024
 """Characters of a token whose merges follow from scores, since all places where it can be cut are tried; those of
@@ -62,6 +70,7 @@ _QWEN35 = Split(
     r"\s+(?!\S)|\s+",
     nfc=True,
 )
+_KIMI = r"[\p{Han}]+|" + _cased(_ENDING, _DIGITS, after=r"\r\n", letters=r"&&[^\p{Han}]")
 SPLITS: Mapping[str, Split] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
@@ -75,8 +84,9 @@ SPLITS: Mapping[str, Split] = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "qwen35": _QWEN35,
-    "tekken": Split(_CASED.replace("{ending}", "").replace("{digits}", r"\p{N}"), whole_words=True, begins=True),
-    "gpt-4o": Split(_CASED.replace("{ending}", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("{digits}", r"\p{N}{1,3}")),
+    "tekken": Split(_cased("", r"\p{N}"), whole_words=True, begins=True),
+    "gpt-4o": Split(_cased(_ENDING, _DIGITS)),
+    "kimi-k2": Split(_KIMI, whole_words=True),
     "gpt-2": Split(None),
     "olmo": Split(None),
     "smollm": Split(None, digits=True),
