@@ -304,7 +304,7 @@ class Assembly(Blueprint):
         """A further checkpoint, loaded as the first except for what the settings say of that one alone."""
         other = self._second(path, self.max_seq_len)
         model = other.model
-        tokenizer = read_tokenizer(None, other.checkpoint, frozenset())
+        tokenizer = read_tokenizer(None, self.settings, self.plugins, other.checkpoint, frozenset())
         check_tokenizer(tokenizer, None, other.checkpoint, model.vocab_size)
         return SecondModel(model, other.make_pool(model), tokenizer, other.context.max_seq_len, other._max_chunk)
 

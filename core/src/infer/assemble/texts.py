@@ -48,7 +48,8 @@ def read_texts(settings: Settings, plugins: Plugins, checkpoint: Checkpoint) -> 
     template = _template(settings.model.chat_template, checkpoint)
     reasoning, reasonings = _reasoning(settings, plugins, template.source if template else "")
     marks = _marks(plugins, reasonings)
-    return Texts(read_tokenizer(settings.model.tokenizer, checkpoint, marks), template, reasoning)
+    tokenizer = read_tokenizer(settings.model.tokenizer, settings, plugins, checkpoint, marks)
+    return Texts(tokenizer, template, reasoning)
 
 
 def read_beforehand(file: Path, settings: Settings, plugins: Plugins) -> None:
@@ -127,16 +128,19 @@ def _tags(settings: Settings, offer: Offer) -> ReasoningTags:
     )
 
 
-def read_tokenizer(path: str | None, checkpoint: Checkpoint, marks: Set[str]) -> Tokenizer:
-    """The tokenizer, with ``marks`` as ordinary tokens. Raises CheckpointError."""
+def read_tokenizer(
+    path: str | None, settings: Settings, plugins: Plugins, checkpoint: Checkpoint, marks: Set[str]
+) -> Tokenizer:
+    """The tokenizer of the file ``path``, or the checkpoint's own, with ``marks`` as ordinary tokens. Raises
+    CheckpointError and PluginError."""
     whose = _tokenizer_of(path, checkpoint)
     try:
-        data = Path(path).read_bytes() if path is not None else checkpoint.container.tokenizer()
+        data = _tokenizer_json(path, settings, plugins, checkpoint)
         wanted = data, frozenset(marks)
         known = beforehand.pop(wanted, None)
         beforehand.clear()  # nobody asks again, and two at once may take hundreds of MiB
         tokenizer = known or _parsed(*wanted)
-    except CheckpointError:
+    except (CheckpointError, PluginError):
         raise
     except Exception as error:  # the library raises bare Exceptions
         raise CheckpointError(f"The {whose} cannot be read: {error}.") from error
@@ -148,6 +152,23 @@ def read_tokenizer(path: str | None, checkpoint: Checkpoint, marks: Set[str]) ->
             )
     log.info("tokenizer: %d tokens", tokenizer.get_vocab_size(with_added_tokens=False))
     return tokenizer
+
+
+def _tokenizer_json(path: str | None, settings: Settings, plugins: Plugins, checkpoint: Checkpoint) -> bytes:
+    """tokenizer.json, or what a plugin makes of a file that stands in its place. Raises CheckpointError and
+    PluginError."""
+    known = [name for offer in plugins.offers["tokenizer"] for name in getattr(offer.registration, "files", ())]
+    file = Path(checkpoint.path) / "tokenizer.json" if path is None else Path(path)
+    if path is None and not file.is_file():
+        file = next((other for name in known if (other := file.with_name(name)).is_file()), file)
+    if file.name not in known:
+        return file.read_bytes() if path is not None else checkpoint.container.tokenizer()
+    offer = plugins.choose("tokenizer", settings, [file.name])
+    with Named(f"{offer.whose} cannot read {file}"):
+        made = offer.registration.factory(file, offer.own(settings))
+        if not isinstance(made, bytes):
+            raise TypeError(f"its factory made no bytes but {type(made).__name__}")
+    return made
 
 
 def _parsed(data: bytes, marks: frozenset[str]) -> Tokenizer:

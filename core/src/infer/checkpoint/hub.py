@@ -58,7 +58,7 @@ def hub_name(path: str, suffixes: Sequence[str]) -> HubName | None:
     id, tag, file = match.groups()
     # The weights lie at the top level; subfolders and "consolidated" files hold the same ones in other formats.
     # 1_Pooling/config.json says what an embedding is made of, and additional_chat_templates has chat templates.
-    wanted = ["*.safetensors", "*.json", "*.jinja"]
+    wanted = ["*.safetensors", "*.json", "*.jinja", "tiktoken.model"]
     unwanted = ["[!1a]*/*", "[1a]*/*.safetensors", "a*/*.json", "consolidated*"]
     if file:
         wanted, unwanted = [file], []

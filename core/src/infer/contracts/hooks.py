@@ -17,7 +17,7 @@ from infer.contracts.registration import Registration, hookspec
 from infer.contracts.scheduler import SchedulerRegistration
 from infer.contracts.server import RoutesFactory
 from infer.contracts.text import ReasoningFactory, ToolFormatRegistration
-from infer.contracts.weights import ContainerRegistration, WeightFormatRegistration
+from infer.contracts.weights import ContainerRegistration, TokenizerRegistration, WeightFormatRegistration
 
 
 @hookspec
@@ -38,6 +38,11 @@ def infer_containers() -> list[ContainerRegistration]:  # type: ignore[empty-bod
 @hookspec
 def infer_weight_formats() -> list[WeightFormatRegistration]:  # type: ignore[empty-body]
     """Ways to store weights, chosen by the checkpoint's quantization."""
+
+
+@hookspec
+def infer_tokenizers() -> list[TokenizerRegistration]:  # type: ignore[empty-body]
+    """Forms of tokenizers besides tokenizer.json, chosen by the file's name."""
 
 
 @hookspec

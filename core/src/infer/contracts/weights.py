@@ -1,4 +1,4 @@
-"""The contracts of checkpoints: what they are kept in, and how they store weights."""
+"""The contracts of checkpoints: what they are kept in, and how they store weights and tokenizers."""
 
 from __future__ import annotations
 
@@ -77,12 +77,27 @@ class WeightFormatFactory(Protocol):
     ) -> WeightFormatProtocol: ...
 
 
+class TokenizerFactory(Protocol):
+    """Reads a tokenizer's file, and returns it as the hub's tokenizer.json; ``settings`` is its own table,
+    ``[model.NAME]``. Other files of the checkpoint may lie beside it. Raises CheckpointError."""
+
+    def __call__(self, file: Path, settings: Any) -> bytes: ...
+
+
 @dataclass(frozen=True)
 class ContainerRegistration(Registration[ContainerFactory]):
     """A form of checkpoint, found by the ending of its file's name."""
 
     suffixes: tuple[str, ...] = ()
     """The endings, such as ".gguf", in lower case; "/" stands for a folder."""
+
+
+@dataclass(frozen=True)
+class TokenizerRegistration(Registration[TokenizerFactory]):
+    """A form of tokenizer, found by its file's name in a folder without tokenizer.json, or in ``model.tokenizer``."""
+
+    files: tuple[str, ...] = ()
+    """The names, such as "tekken.json"."""
 
 
 @dataclass(frozen=True)

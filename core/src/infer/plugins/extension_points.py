@@ -23,6 +23,7 @@ from infer.contracts.text import PartProtocol, ToolFormatRegistration
 from infer.contracts.weights import (
     ContainerProtocol,
     ContainerRegistration,
+    TokenizerRegistration,
     WeightFormatProtocol,
     WeightFormatRegistration,
 )
@@ -134,6 +135,16 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
         "{advice}infer loads float32, float16 and bfloat16 weights{known}.",
         tie="{names} both read weights of quant_method {there!r}; uninstall one of them.",
         packages=dict.fromkeys(("awq", "compressed-tensors", "fp8", "gptq", "mxfp4"), "infer-formats"),
+    ),
+    "tokenizer": ExtensionPoint(
+        "infer_tokenizers",
+        "model",
+        TokenizerRegistration,
+        fits="files",
+        when="by the name of the tokenizer's file",
+        missing="The tokenizer is {there}, which no installed plugin reads; {install} brings some.",
+        tie="{names} both read {there}; uninstall one of them.",
+        packages=dict.fromkeys(("tekken", "tiktoken"), "infer-formats"),
     ),
     "adapter": ExtensionPoint(
         "infer_adapters",

@@ -10,6 +10,7 @@ from infer.contracts.adapters import AdapterRegistration
 from infer.contracts.weights import (
     ContainerRegistration,
     TensorFilesProtocol,
+    TokenizerRegistration,
     WeightFormatProtocol,
     WeightFormatRegistration,
 )
@@ -21,6 +22,7 @@ from infer_formats.gguf.adapters import GGUFAdapter
 from infer_formats.gptq import Gptq
 from infer_formats.mxfp4 import Mxfp4
 from infer_formats.peft import PeftAdapter
+from infer_formats.ranks import tekken, tiktoken
 
 INFER_PLUGIN_API = 2
 
@@ -41,6 +43,21 @@ def infer_containers() -> list[ContainerRegistration]:
         ContainerRegistration(
             "gguf", lambda path, settings: GGUF(path), "llama.cpp's files, with all in one", suffixes=(".gguf",)
         )
+    ]
+
+
+@hookimpl
+def infer_tokenizers() -> list[TokenizerRegistration]:
+    return [
+        TokenizerRegistration(
+            "tekken", lambda file, settings: tekken(file), "Mistral's tekken.json", files=("tekken.json",)
+        ),
+        TokenizerRegistration(
+            "tiktoken",
+            lambda file, settings: tiktoken(file),
+            "the tiktoken.model of Moonshot's models",
+            files=("tiktoken.model",),
+        ),
     ]
 
 
