@@ -37,8 +37,8 @@ def write_adapter(base: Path, folder: Path, *, seed: int = 1, scale: float = 0.3
 
 
 def linear(family: str) -> str | list[str]:
-    """All linear layers. In a mixture, those that are not of experts."""
-    return ATTENTION if family == "qwen3_moe" else "all-linear"
+    """All linear layers. In a mixture, those that are not of experts; with latent attention, those that may change."""
+    return ATTENTION if family in ("qwen3_moe", "kimi_linear") else "all-linear"
 
 
 def reference(model: Any, token_ids: list[int]) -> list[float]:

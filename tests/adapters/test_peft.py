@@ -16,7 +16,7 @@ TOLERANCE = 1e-4
 TOKENS = [(7 * i * i + 3 * i) % (VOCAB - 2) + 2 for i in range(90)]
 FAMILIES: tuple[Family, ...] = (
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3", "glm4", "qwen3_moe", "qwen3_5", "olmo2", "lfm3"),
-    *("laguna", "olmo_hybrid"),
+    *("laguna", "olmo_hybrid", "kimi_linear"),
 )
 
 

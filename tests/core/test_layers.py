@@ -44,6 +44,7 @@ from infer_models.glm4 import Glm4Config
 from infer_models.granite import GraniteConfig
 from infer_models.granite_hybrid import GraniteMoeHybridConfig, GraniteMoeHybridLayer
 from infer_models.granite_swa import GraniteSWAConfig
+from infer_models.kimi_linear import KimiLinearConfig, KimiLinearLayer
 from infer_models.laguna import LagunaConfig, LagunaLayer
 from infer_models.lfm2 import Lfm2Config, Lfm2Layer
 from infer_models.lfm3 import Lfm3Config
@@ -54,6 +55,7 @@ from infer_models.mistral import MistralConfig
 from infer_models.multimodal import LanguageModel
 from infer_models.nemotron_h import NemotronHConfig, NemotronHLayer
 from infer_models.olmo2 import Olmo2Config
+from infer_models.olmo_hybrid import OlmoHybridConfig, OlmoHybridLayer
 from infer_models.phi3 import Phi3Config
 from infer_models.qwen2 import Qwen2Config
 from infer_models.qwen3 import Qwen3Config
@@ -540,6 +542,9 @@ lfm3 = hybrid(Lfm3Config, Lfm2Layer, layer_types=["conv", "full_attention"])
 laguna = hybrid(LagunaConfig, LagunaLayer)
 nemotron = hybrid(NemotronHConfig, NemotronHLayer, hybrid_override_pattern="M*", mamba_num_heads=8, mamba_head_dim=4)
 falcon = hybrid(FalconH1Config, FalconH1Layer, mamba_d_ssm=8)
+olmo_hybrid = hybrid(OlmoHybridConfig, OlmoHybridLayer, layer_types=["linear_attention", "full_attention"])
+KIMI = {"head_dim": 4, "num_heads": 2, "short_conv_kernel_size": 4, "full_attn_layers": [2], "kda_layers": [1]}
+kimi_linear = hybrid(KimiLinearConfig, KimiLinearLayer, kv_lora_rank=8, qk_rope_head_dim=4, linear_attn_config=KIMI)
 
 
 def olmo2(config: dict[str, Any]) -> Decoder:
@@ -635,6 +640,11 @@ def gemma3(config: dict[str, Any]) -> LanguageModel:
         (falcon, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act: Input should be 'silu'"),
         (falcon, {"ssm_multipliers": [1.0]}, "ssm_multipliers: 1: Field required"),
         (falcon, {"mamba_d_ssm": 9}, "their product has to be the size of Mamba's x, 9"),
+        (olmo_hybrid, {"linear_num_key_heads": 400, "linear_num_value_heads": 400}, "has 0 values, 400 heads of 0"),
+        (kimi_linear, {"linear_attn_config": KIMI | {"head_dim": 10**30}}, "head_dim: Input should be less than or"),
+        (kimi_linear, {"linear_attn_config": KIMI | {"head_dim": 10**6}}, "it has to have from 1 to 2147483647"),
+        (kimi_linear, {"linear_attn_config": KIMI | {"kda_layers": [1, 2]}}, "has to name each layer from 1 to 2 once"),
+        (kimi_linear, {"mla_use_nope": False}, "mla_use_nope: Input should be True"),
     ],
 )
 def test_configs_that_are_refused(family: Callable[..., object], changed: dict[str, Any], says: str) -> None:

@@ -7,6 +7,7 @@ import base64
 import functools
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,11 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from infer import LLM, SamplingParams
-from infer.errors import CheckpointError
+from infer.assemble.texts import read_texts, read_tokenizer
+from infer.checkpoint import Checkpoint, Folder
+from infer.errors import CheckpointError, PluginError
+from infer.plugins.discovery import Plugins
+from infer.settings import load_settings
 from infer_formats import ranks
 
 NAMES = ["<unk>", "<s>", "</s>", *SPECIAL]
@@ -63,7 +68,10 @@ def write_tekken(folder: Path, **changed: Any) -> tiktoken.Encoding:
             "version": "v11",
         },
         "vocab": entries,
-        "special_tokens": [{"rank": i, "token_str": name, "is_control": True} for i, name in enumerate(NAMES)],
+        "special_tokens": [
+            {"rank": i, "token_str": name} | ({"is_control": False} if name == "[INST]" else {})
+            for i, name in enumerate(NAMES)
+        ],
     }
     (folder / "tekken.json").write_text(json.dumps(given | changed))
     ids = {token: rank + COUNT for token, rank in known.items()}
@@ -75,7 +83,7 @@ def write_tiktoken(folder: Path, **changed: Any) -> tiktoken.Encoding:
     lines = (f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in known.items())
     (folder / "tiktoken.model").write_text("".join(lines))
     specials = by_id(len(known))
-    added = {str(id): {"content": text, "special": True} for text, id in specials.items()}
+    added = {str(id): {"content": text, "special": text != "[INST]"} for text, id in specials.items()}
     config = {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": added}
     (folder / "tokenizer_config.json").write_text(json.dumps(config | changed))
     return tiktoken.Encoding("t", pat_str="|".join(KIMI), mergeable_ranks=known, special_tokens=specials)
@@ -105,7 +113,7 @@ def test_ids_and_texts_are_those_of_tiktoken(name: str, tmp_path: Path) -> None:
     check()
     for text in (*CORPUS, "".join(NAMES)):
         assert found.encode(text, add_special_tokens=False).ids == expected.encode(text, allowed_special="all")
-    assert found.decode(found.encode("<s>a</s>").ids) == "a"
+    assert found.decode(found.encode("<s>a[INST]</s>").ids) == "a[INST]", "the others are special"
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -132,6 +140,32 @@ def test_it_is_found_by_its_name(name: str, asked: bool, tmp_path: Path) -> None
     assert prompt() == expected
 
 
+def test_templates_name_what_texts_begin_and_end_with(tmp_path: Path) -> None:
+    """Where there is no tokenizer_config.json that says it."""
+    folder = write_checkpoint(tmp_path, "llama", vocab_size=600)
+    write_tekken(folder)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink(missing_ok=True)
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
+    plugins = Plugins.discover()
+    given = {"model": {"path": str(folder)}}
+    settings = load_settings(plugins, env={}, overrides=given, read_file=False).settings
+    template = read_texts(settings, plugins, Checkpoint(Folder(folder))).template
+    assert template is not None
+    assert template.render([{"role": "user", "content": "x"}]) == "<s>x<unk>", "token 0 ends texts of this checkpoint"
+
+
+def test_a_plugin_that_makes_no_bytes(tmp_path: Path) -> None:
+    write_tekken(tmp_path)
+    plugins = Plugins.discover()
+    (offer,) = (offer for offer in plugins.offers["tokenizer"] if offer.name == "tekken")
+    plugins.offers["tokenizer"] = [replace(offer, registration=replace(offer.registration, factory=lambda *_: "{}"))]
+    settings = load_settings(plugins, env={}, read_file=False).settings
+    folder = write_checkpoint(tmp_path / "model", "llama")
+    with pytest.raises(PluginError, match=r"cannot read .*: its factory made no bytes but str"):
+        read_tokenizer(str(tmp_path / "tekken.json"), settings, plugins, Checkpoint(Folder(folder)), set())
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -139,6 +173,15 @@ def test_it_is_found_by_its_name(name: str, asked: bool, tmp_path: Path) -> None
         ({"special_tokens": []}, "is not as infer knows such files"),
         ({"vocab": [{"rank": 0, "token_bytes": "?"}]}, "is not as infer knows such files"),
         ({"config": {}}, "KeyError"),
+        ({"config": {"pattern": "x", "default_vocab_size": float("inf")}}, "inf is no count"),
+        ({"config": {"pattern": 3}}, "3 is no text"),
+        ({"vocab": [{"rank": float("inf"), "token_bytes": "YQ=="}]}, "inf is no count"),
+        ({"vocab": [{"rank": -1, "token_bytes": "YQ=="}]}, "-1 is no count"),
+        ({"special_tokens": [{"rank": 1, "token_str": "<s>"}, {"rank": 2, "token_str": [1]}]}, r"\[1\] is no text"),
+        (
+            {"vocab": [{"rank": n, "token_bytes": base64.b64encode(b"a" * (n + 1)).decode()} for n in range(100)]},
+            "has more than 32 ways to make a token of two others",
+        ),
         ({"vocab": 3}, "TypeError"),
         ({"vocab": [{"rank": 0, "token_bytes": "YQ==" * 512}]}, "is not as infer knows such files"),
         (
@@ -158,6 +201,7 @@ def test_a_tekken_json_that_is_damaged(changed: dict[str, Any], said: str, tmp_p
     [
         ({"tokenizer_class": "QWenTokenizer"}, "of Moonshot's models .*, and this one's is 'QWenTokenizer'"),
         ({"added_tokens_decoder": {"x": {}}}, "is damaged: "),
+        ({"added_tokens_decoder": {"1": {"content": []}}}, r"is damaged: .*\[\] is no text"),
     ],
 )
 def test_a_tiktoken_model_that_is_not_read(changed: dict[str, Any], said: str, tmp_path: Path) -> None:

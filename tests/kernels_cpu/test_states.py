@@ -31,6 +31,7 @@ LAYERS: dict[str, Layer] = {
     "delta": delta(2, 2, 128, 128),
     "delta, tiny, by channel": delta(2, 2, 8, 8, channel_decay=True),
     "delta, odd, by channel": delta(1, 3, 13, 45, channel_decay=True),
+    "delta, by channel": delta(2, 2, 128, 128, channel_decay=True),
     "space, tiny": space(4, 8, 2, 16, clamped=True),
     "space, odd": space(3, 21, 1, 10),
     "space": space(2, 64, 1, 256),

@@ -799,6 +799,16 @@ def test_positions_that_olmo_hybrid_does_not_rotate(ropes: dict[str, Any] | None
     assert torch.equal(logits_of(folder), before)
 
 
+def test_layers_of_kimi_linear_without_lists(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, **CASES["kimi_linear-untied-2"], num_hidden_layers=5, layer_types=None)
+    config = json.loads((folder / "config.json").read_text())
+    del config["layer_types"], config["mlp_layer_types"]
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.testing.assert_close(
+        logits_of(folder), expected_logits(folder, prompt()), rtol=TOLERANCE, atol=10 * TOLERANCE
+    )
+
+
 @pytest.mark.parametrize("key", ["tie_embedding", "tie_word_embeddings"])
 def test_a_head_that_the_text_of_a_whole_says_is_tied(key: str, tmp_path: Path) -> None:
     """What the whole model's config says is what transformers does."""

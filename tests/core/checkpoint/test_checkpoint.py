@@ -172,6 +172,9 @@ def test_a_hub_id_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -
             "model-1.safetensors",
             INDEX,
             "tokenizer.json",
+            "tekken.json",
+            "tiktoken.model",
+            "tokenizer.model",
             "x.bin",
             "original/a.safetensors",
             "consolidated.safetensors",
@@ -186,7 +189,7 @@ def test_a_hub_id_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         ignore_patterns=call[3],
     )
     assert list(wanted) == [
-        *("model-1.safetensors", INDEX, "tokenizer.json", "1_Pooling/config.json"),
+        *("model-1.safetensors", INDEX, "tokenizer.json", "tekken.json", "tiktoken.model", "1_Pooling/config.json"),
         "additional_chat_templates/tool_use.jinja",
     ]
 
@@ -341,6 +344,10 @@ def test_max_positions(folder: Path) -> None:
     assert locate(folder).max_positions == 64
     write_json(folder / "config.json", {"text_config": {"max_position_embeddings": 32}})
     assert locate(folder).max_positions == 32
+    write_json(folder / "config.json", {"model_max_length": 16})
+    assert locate(folder).max_positions == 16
+    write_json(folder / "config.json", {"model_max_length": 1e30, "max_position_embeddings": 8})
+    assert locate(folder).max_positions == 8
     write_json(folder / "config.json", {})
     assert locate(folder).max_positions == sys.maxsize
     bad: list[Any] = [0, 1, -1, 1.5, "many", True, 10**9]

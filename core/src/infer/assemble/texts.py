@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from infer.checkpoint import Checkpoint
+from infer.checkpoint.files import regular
 from infer.contracts.grammar import Vocabulary
 from infer.contracts.sections import Settings
 from infer.contracts.text import PartProtocol, ReasoningTags, ToolFormatRegistration
@@ -49,7 +50,17 @@ def read_texts(settings: Settings, plugins: Plugins, checkpoint: Checkpoint) -> 
     reasoning, reasonings = _reasoning(settings, plugins, template.source if template else "")
     marks = _marks(plugins, reasonings)
     tokenizer = read_tokenizer(settings.model.tokenizer, settings, plugins, checkpoint, marks)
+    if template is not None and not template.tokens:
+        template.tokens |= _roles(tokenizer, checkpoint)
     return Texts(tokenizer, template, reasoning)
+
+
+def _roles(tokenizer: Tokenizer, checkpoint: Checkpoint) -> dict[str, str]:
+    """The special tokens that templates name, of a checkpoint that names none: what the tokenizer begins texts with,
+    and what ends answers."""
+    ends = (tokenizer.id_to_token(id) for id in sorted(checkpoint.eos_token_ids))
+    found = {"bos_token": tokenizer.encode("").tokens[:1], "eos_token": [end for end in ends if end is not None][:1]}
+    return {role: texts[0] for role, texts in found.items() if texts}
 
 
 def read_beforehand(file: Path, settings: Settings, plugins: Plugins) -> None:
@@ -154,10 +165,15 @@ def read_tokenizer(
     return tokenizer
 
 
+def other_tokenizers(plugins: Plugins) -> list[str]:
+    """The names of files that plugins read in place of tokenizer.json."""
+    return [name for offer in plugins.offers["tokenizer"] for name in getattr(offer.registration, "files", ())]
+
+
 def _tokenizer_json(path: str | None, settings: Settings, plugins: Plugins, checkpoint: Checkpoint) -> bytes:
     """tokenizer.json, or what a plugin makes of a file that stands in its place. Raises CheckpointError and
     PluginError."""
-    known = [name for offer in plugins.offers["tokenizer"] for name in getattr(offer.registration, "files", ())]
+    known = other_tokenizers(plugins)
     file = Path(checkpoint.path) / "tokenizer.json" if path is None else Path(path)
     if path is None and not file.is_file():
         file = next((other for name in known if (other := file.with_name(name)).is_file()), file)
@@ -165,7 +181,7 @@ def _tokenizer_json(path: str | None, settings: Settings, plugins: Plugins, chec
         return file.read_bytes() if path is not None else checkpoint.container.tokenizer()
     offer = plugins.choose("tokenizer", settings, [file.name])
     with Named(f"{offer.whose} cannot read {file}"):
-        made = offer.registration.factory(file, offer.own(settings))
+        made = offer.registration.factory(regular(file), offer.own(settings))
         if not isinstance(made, bytes):
             raise TypeError(f"its factory made no bytes but {type(made).__name__}")
     return made

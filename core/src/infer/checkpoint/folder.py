@@ -40,7 +40,10 @@ class Folder:
     def tokenizer(self) -> bytes:
         file = self.path / "tokenizer.json"
         if not file.is_file():
-            raise CheckpointError(f"{self.path} has no tokenizer.json, and no other that an installed plugin reads.")
+            raise CheckpointError(
+                f"{self.path} has no tokenizer.json, and no other that an installed plugin reads; infer-formats reads "
+                "tekken.json and tiktoken.model."
+            )
         try:
             return regular(file).read_bytes()
         except OSError as error:

@@ -69,7 +69,10 @@ class ModelSettings(Section):
         description="A folder or file, a hub id (org/name, org/name:TAG) or a bundled name (demo).",
     )
     family: str = Field("auto", description="The model plugin; auto goes by the checkpoint's architecture.")
-    tokenizer: str | None = Field(None, description="A tokenizer.json other than the checkpoint's.")
+    tokenizer: str | None = Field(
+        None,
+        description="A tokenizer.json other than the checkpoint's, or another file that a plugin reads.",
+    )
     chat_template: str | None = Field(None, description="A file with a Jinja template other than the checkpoint's.")
     tool_format: str = Field(
         "auto",

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from infer.errors import CheckpointError
 from infer_formats.gguf.tokenizer import SPLITS
 
-MAX_TOKEN = 1024
-"""Bytes of a token, since all places where it can be cut are tried; those of published models have 128 at most."""
+MAX_TOKEN, MAX_WAYS = 1024, 32
+"""Bytes of a token, since all places where it can be cut are tried; and how many of these leave two tokens, on average
+over a table. Published tables have about two."""
 MOONSHOT = "TikTokenTokenizer"
 """What Moonshot's models call their tokenizer's class, whose code says how texts are split."""
 
@@ -32,11 +33,12 @@ def tekken(file: Path) -> bytes:
     given = _object(file)
     try:
         config, entries = given["config"], given["vocab"]
-        count, pattern = int(config["default_num_special_tokens"]), config["pattern"]
-        entries = entries[: int(config["default_vocab_size"]) - count]
-        ranks = {base64.b64decode(entry["token_bytes"], validate=True): int(entry["rank"]) for entry in entries}
+        count, pattern = _whole(config.get("default_num_special_tokens", 1000)), _text(config["pattern"])
+        size = config.get("default_vocab_size")
+        entries = entries if size is None else entries[: _whole(size) - count]
+        ranks = {base64.b64decode(entry["token_bytes"], validate=True): _whole(entry["rank"]) for entry in entries}
         specials = [
-            Special(int(entry["rank"]), entry["token_str"], bool(entry.get("is_control", True)))
+            Special(_whole(entry["rank"]), _text(entry["token_str"]), entry.get("is_control") is not False)
             for entry in given["special_tokens"]
         ]
         begin = next(special for special in specials if special.text == "<s>")
@@ -61,11 +63,11 @@ def tiktoken(file: Path) -> bytes:
         )
     ids: dict[bytes, int] = {}
     try:
-        for line in file.read_bytes().splitlines():
+        for line in filter(None, file.read_bytes().splitlines()):
             token, rank = line.split()
             ids[base64.b64decode(token, validate=True)] = int(rank)
         specials = [
-            Special(int(id), about["content"], bool(about.get("special", False))) for id, about in added.items()
+            Special(int(id), _text(about["content"]), about.get("special") is True) for id, about in added.items()
         ]
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{file} or tokenizer_config.json beside it is damaged: {error!r}.") from error
@@ -88,6 +90,8 @@ def _made(
         ways = [way for way in ways if way[0] in ids and way[1] in ids]
         ways.sort(key=lambda way: (ids[way[0]], ids[way[1]]))
         merges += [[text[left], text[right]] for left, right in ways]
+        if len(merges) > MAX_WAYS * len(ids):
+            raise CheckpointError(f"{file} has more than {MAX_WAYS} ways to make a token of two others, on average.")
     vocab = {text[token]: id for token, id in ids.items()} | {special.text: special.id for special in specials}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
@@ -102,7 +106,7 @@ def _made(
                 "content": special.text,
                 "special": special.control,
             }
-            for special in sorted(specials)
+            for special in sorted(specials, key=lambda special: special.id)
         ],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
@@ -117,6 +121,18 @@ def _made(
         },
     }
     return json.dumps(made).encode()
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r} is no count")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
 
 
 def _object(file: Path) -> dict[str, Any]:

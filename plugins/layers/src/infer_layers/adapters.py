@@ -116,9 +116,11 @@ class Adapters:
                 f"The adapter changes {path!r}, a layer of the draft head, which always drafts as the base does; train "
                 "it without these layers."
             )
-        for module, file in (("", ""), *MODULES):
-            if place := self._places.get(path.replace(module, file, 1)):
-                return place
+        names = [path]
+        for module, file in MODULES:
+            names += [name.replace(module, file, 1) for name in names]
+        if place := next(filter(None, map(self._places.get, names)), None):
+            return place
         steps = path.split(".")
         if what := next((what for step, what in NOT_LINEAR.items() if step in steps), None):
             raise CheckpointError(

@@ -14,6 +14,7 @@ from infer.contracts.states import DeltaRule, State, StateSpec
 from infer.errors import CheckpointError
 from infer.weight import exponential
 from infer_layers.blocks import select, sigmoid
+from infer_layers.config import LARGEST
 from infer_layers.linear import Linear, RMSNorm
 from infer_layers.mamba import CausalConv, state_of
 from infer_layers.table import Weights
@@ -21,7 +22,8 @@ from infer_layers.table import Weights
 
 @dataclass(frozen=True)
 class DeltaSizes:
-    """The sizes of a gated delta net. Raises CheckpointError if the key heads do not divide the value heads."""
+    """The sizes of a gated delta net. Raises CheckpointError if the key heads do not divide the value heads, or a state
+    has no values, or more than anything of a model may have."""
 
     num_key_heads: int
     num_value_heads: int
@@ -40,6 +42,11 @@ class DeltaSizes:
                 f"config.json: linear_num_value_heads, {self.num_value_heads}, is not a multiple of "
                 f"linear_num_key_heads, {self.num_key_heads}."
             )
+        if not 0 < (values := self.num_value_heads * self.key_size * self.value_size) <= LARGEST:
+            raise CheckpointError(
+                f"config.json: the state of a gated delta net has {values} values, {self.num_value_heads} heads of "
+                f"{self.key_size} times {self.value_size}; it has to have from 1 to {LARGEST}."
+            )
 
     def rule(self, device: torch.device) -> DeltaRule:
         """A delta rule of these sizes, whose tensors have no values yet."""
@@ -55,7 +62,7 @@ class DeltaSizes:
 
 
 class _DeltaMixer:
-    """A gated delta rule (Yang et al., 2025), and what all mixers have around it: q, K and V pass a causal convolution
+    """What stands around a gated delta rule (Yang et al., 2025) in every mixer: q, K and V pass a causal convolution
     with SiLU, and what the rule makes of them has a norm for each head, is gated and projected.
 
     ``layer`` is the layer's index among those with a state, and ``size`` the hidden size. ``rule`` is what the names of

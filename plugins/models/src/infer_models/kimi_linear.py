@@ -4,24 +4,28 @@ DeepSeek-V3's mixtures of experts behind the first layers."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, Field, NonNegativeInt, PositiveInt
+from pydantic import AliasChoices, BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
 
 from infer.contracts.attention import AttentionSpec
 from infer_layers import DeltaSizes, KimiDelta, PositiveNumber, RopeParameters, Weights, nth
+from infer_layers.config import LARGEST
 from infer_models.deepseek_v3 import DeepseekV3Layer, Glm4MoeLiteConfig
 from infer_models.delta import DeltaConfig, DeltaModel
 from infer_models.llama import Mixer
+
+Size = Annotated[int, Field(gt=0, le=LARGEST)]
 
 
 class LinearAttention(BaseModel, extra="ignore"):
     """The sizes of delta attention as published configs have them, and the numbers of layers, counted from 1."""
 
-    head_dim: PositiveInt | None = None
-    num_heads: PositiveInt | None = None
-    short_conv_kernel_size: PositiveInt | None = None
-    full_attn_layers: list[PositiveInt] | None = None
+    head_dim: Size | None = None
+    num_heads: Size | None = None
+    short_conv_kernel_size: Size | None = None
+    full_attn_layers: list[Size] | None = None
+    kda_layers: list[Size] | None = None
 
 
 class KimiLinearConfig(DeltaConfig, Glm4MoeLiteConfig):
@@ -61,10 +65,26 @@ class KimiLinearConfig(DeltaConfig, Glm4MoeLiteConfig):
         width = own.short_conv_kernel_size or self.linear_conv_kernel_dim
         return DeltaSizes(heads, heads, size, size, width, channel_decay=True)
 
+    @property
+    def attention_scale(self) -> float:
+        return float((self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5)
+
+    @model_validator(mode="after")
+    def _numbers(self) -> Self:
+        """Published lists name each layer once."""
+        own = self.linear_attn_config
+        if own.full_attn_layers is not None and own.kda_layers is not None:
+            named, layers = sorted(own.full_attn_layers + own.kda_layers), range(1, self.num_hidden_layers + 1)
+            if len(named) != len(layers) or any(a != b for a, b in zip(named, layers, strict=True)):
+                raise ValueError(f"linear_attn_config has to name each layer from 1 to {len(layers)} once")
+        return self
+
     def attends(self, index: int) -> bool:
-        if self.layer_types is None and self.linear_attn_config.full_attn_layers is not None:
+        if self.layer_types is not None:
+            return super().attends(index)
+        if self.linear_attn_config.full_attn_layers is not None:
             return index + 1 in self.linear_attn_config.full_attn_layers
-        return super().attends(index)
+        return index > 0 and index % 4 == 0
 
     def ropes(self, config: Mapping[str, Any]) -> Sequence[RopeParameters | None]:
         return [None] * self.num_hidden_layers

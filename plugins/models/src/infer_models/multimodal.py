@@ -45,8 +45,9 @@ class LanguageModel(Decoder):
                     f"config.json: text_config has model_type {kind!r}; infer knows this architecture with "
                     f"{', '.join(map(repr, model_types))}."
                 )
-            tied = {key: config[key] for key in TIED if config.get(key) is not None}
-            config = {key: value for key, value in nested.items() if not tied or key not in TIED} | tied
+            tied = [config[key] for key in TIED if config.get(key) is not None]
+            own = {key: value for key, value in nested.items() if not tied or key not in TIED}
+            config = own | ({"tie_word_embeddings": tied[0]} if tied else {})
         super().__init__(config, context, schema, layer)
 
     def unstack(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:

@@ -205,7 +205,12 @@ void gated_delta_rule(const T* qkv, int64_t stride, const T* a, int64_t stride_a
         columns.template sweep<false, 2>(from, to, nullptr, nullptr, nullptr, {by_k, by_q}, sums);
         for (int64_t i = 0; i < count; i++, k += K, from = to) {
             const T* v = qkv + (first + i) * stride + 2 * key_heads * K + h * V + e;
-            auto decay = [&, own = decays + i * K](int64_t r) { return CHANNEL_DECAY ? own[r] : f.decay[i]; };
+            auto decay = [&] {
+                if constexpr (CHANNEL_DECAY)
+                    return [own = decays + i * K](int64_t r) { return own[r]; };
+                else
+                    return [all = f.decay[i]](int64_t) { return all; };
+            }();
             for (int j = 0; j < N; j++) {
                 vf left = columns.at(v, j), kept = sums[1][j];
                 left = CHANNEL_DECAY ? left - sums[0][j] : fma(splat(-f.decay[i]), sums[0][j], left);
@@ -257,7 +262,7 @@ void state_space(const T* xbc, int64_t stride, const T* dt, int64_t stride_dt, i
         for (int64_t i = 0; i < count; i++, b += N, c += N, from = to) {
             const T* x = xbc + (first + i) * stride + h * P + e;
             for (int j = 0; j < M; j++) change[j] = columns.at(x, j) * f.step[i];
-            auto decay = [&](int64_t) { return f.decay[i]; };
+            auto decay = [all = f.decay[i]](int64_t) { return all; };
             columns.template sweep<true, 1>(from, to, decay, b, change, {c, nullptr}, sums);
             for (int j = 0; j < M; j++)
                 columns.put(layer.result(first + i, h) + e, j, fma(splat(skip[h]), columns.at(x, j), sums[0][j]));
