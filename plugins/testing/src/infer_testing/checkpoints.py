@@ -61,6 +61,11 @@ CONFIG: dict[str, Any] = {
 """config.json of the checkpoints. A family reads the fields that it knows."""
 OWN: dict[str, dict[str, Any]] = {
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"]},
+    "KimiLinearForCausalLM": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_heads": 2,
+        "linear_head_dim": 16,
+    },
     "Lfm3ForCausalLM": {"layer_types": ["conv", "full_attention"]},
 }
 """Fields by architecture, whose names other families give another meaning."""
