@@ -265,7 +265,8 @@ def make_model(
             fields |= {"num_key_value_heads": HEADS} | LATENT
             made = transformers.YoutuForCausalLM(transformers.YoutuConfig(**fields | config))
         case "kimi_linear":
-            fields |= {"num_key_value_heads": HEADS, "layer_types": DELTA["layer_types"], "pad_token_id": 0} | LATENT
+            fields |= {"num_key_value_heads": HEADS, "pad_token_id": 0} | LATENT
+            fields["layer_types"] = list(layer_types or DELTA["layer_types"])
             fields |= {"linear_num_heads": 3, "linear_head_dim": 16, "q_lora_rank": None, "rms_norm_eps": 1e-2}
             fields |= {"num_experts": 6, "num_experts_per_token": 2, "moe_intermediate_size": 24}
             fields["tie_word_embeddings"] = False  # transformers never ties them

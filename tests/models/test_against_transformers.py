@@ -800,7 +800,8 @@ def test_positions_that_olmo_hybrid_does_not_rotate(ropes: dict[str, Any] | None
 
 
 def test_layers_of_kimi_linear_without_lists(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, **CASES["kimi_linear-untied-2"], num_hidden_layers=5, layer_types=None)
+    kinds = [*["linear_attention"] * 4, FULL]
+    folder = write_checkpoint(tmp_path, **CASES["kimi_linear-untied-2"], num_hidden_layers=5, layer_types=kinds)
     config = json.loads((folder / "config.json").read_text())
     del config["layer_types"], config["mlp_layer_types"]
     (folder / "config.json").write_text(json.dumps(config))
