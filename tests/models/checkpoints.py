@@ -104,7 +104,7 @@ ROPES: dict[Rope, dict[str, Any]] = {
     },
 }
 
-DELTA = {
+DELTA: dict[str, Any] = {
     "head_dim": 16,
     "rms_norm_eps": 1e-2,  # a head's first results may be small differences, whose rounding a norm would magnify
     "linear_num_key_heads": 2,
