@@ -28,6 +28,7 @@ from infer.contracts.cache import CacheRegistration
 from infer.contracts.kernels import KernelsRegistration
 from infer.contracts.registration import Registration
 from infer.contracts.model import ModelRegistration
+from infer.contracts.proposer import ProposerRegistration
 from infer.contracts.scheduler import SchedulerRegistration
 from infer.contracts.weights import WeightFormatRegistration
 class Odd(BaseException): ...
@@ -57,8 +58,10 @@ HOOKS = {
     "infer_models": "ModelRegistration",
     "infer_containers": "ContainerRegistration",
     "infer_weight_formats": "WeightFormatRegistration",
+    "infer_tokenizers": "TokenizerRegistration",
+    "infer_adapters": "AdapterRegistration",
     "infer_schedulers": "SchedulerRegistration",
-    "infer_proposers": "Registration",
+    "infer_proposers": "ProposerRegistration",
     "infer_grammar_backends": "Registration",
     "infer_kernels": "KernelsRegistration",
     "infer_tool_formats": "ToolFormatRegistration",
@@ -117,6 +120,8 @@ FIELDS = {
 MORE_FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
     "ModelRegistration": {"architectures": ("'LlamaForCausalLM'", "[1]", "None")},
     "ContainerRegistration": {"suffixes": ("'.gguf'", "[1]", "None")},
+    "TokenizerRegistration": {"files": ("'tekken.json'", "[1]", "None")},
+    "AdapterRegistration": {"suffixes": ("'.gguf'", "[1]", "None")},
     "KernelsRegistration": {
         "devices": ("'cpu'", "[1]", "None", "3"),
         "kv_dtypes": ("'int8'", "[8]"),
@@ -245,6 +250,29 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
     before = list(path)
     yield install
     path[:] = before
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_sound_registration_is_taken(beside: Broken, hook: str) -> None:
+    """Otherwise the malformed ones below would be refused for this."""
+    source = f"{HEAD}\nINFER_PLUGIN_API = 2\n@hookimpl\ndef {hook}(): return [{registration(HOOKS[hook])}]"
+    assert Plugins.discover(installed=beside(source, "")).broken == []
+
+
+@pytest.mark.parametrize(
+    ("hook", "field", "value"),
+    [
+        (hook, field, value)
+        for hook, kind in HOOKS.items()
+        for field in MORE_FIELDS.get(kind, {})
+        for value in MORE_FIELDS[kind][field]
+    ],
+)
+def test_a_field_of_one_kind_of_registration_is_checked(beside: Broken, hook: str, field: str, value: str) -> None:
+    made = registration(HOOKS[hook], **{field: value})
+    source = f"{HEAD}\nINFER_PLUGIN_API = 2\n@hookimpl\ndef {hook}(): return [{made}]"
+    (broken,) = Plugins.discover(installed=beside(source, "")).broken
+    assert f"offers 'bad', but its {field}" in broken.reason
 
 
 @given(malformed())

@@ -164,7 +164,8 @@ def test_a_hub_id_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert locate_path("org/Name-1.5_x", bundled={}, suffixes=(), revision="v1") == folder
+    named = ("tekken.json", "tiktoken.model")
+    assert locate_path("org/Name-1.5_x", bundled={}, suffixes=(), tokenizers=named, revision="v1") == folder
     (call,) = asked
     assert call[:2] == ("org/Name-1.5_x", "v1")
     wanted = filter_repo_objects(

@@ -19,7 +19,7 @@ from infer.assemble.devices import choose_device, for_device
 from infer.assemble.identity import identity, packed_identity
 from infer.assemble.kept import KeptWeights, weights_folder
 from infer.assemble.sizes import Sketch, Taken
-from infer.assemble.texts import Texts, check_tokenizer, other_tokenizers, read_texts
+from infer.assemble.texts import Texts, check_tokenizer, read_texts
 from infer.assemble.texts import read_beforehand as read_beforehand  # for processes that wait for a model
 from infer.assemble.weights import Weights, open_checkpoint
 from infer.checkpoint import Checkpoint, ending
@@ -208,7 +208,7 @@ class Blueprint:
         to read it."""
         asked = self.settings.model.tokenizer
         file = Path(self.checkpoint.path) / "tokenizer.json" if asked is None else Path(asked)
-        if file.name in other_tokenizers(self.plugins):
+        if file.name in self.plugins.suited("tokenizer"):
             return None
         return file if file.is_file() and file.stat().st_size <= SMALL_TOKENIZER_BYTES else None
 

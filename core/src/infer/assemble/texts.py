@@ -165,15 +165,10 @@ def read_tokenizer(
     return tokenizer
 
 
-def other_tokenizers(plugins: Plugins) -> list[str]:
-    """The names of files that plugins read in place of tokenizer.json."""
-    return [name for offer in plugins.offers["tokenizer"] for name in getattr(offer.registration, "files", ())]
-
-
 def _tokenizer_json(path: str | None, settings: Settings, plugins: Plugins, checkpoint: Checkpoint) -> bytes:
     """tokenizer.json, or what a plugin makes of a file that stands in its place. Raises CheckpointError and
     PluginError."""
-    known = other_tokenizers(plugins)
+    known = plugins.suited("tokenizer")
     file = Path(checkpoint.path) / "tokenizer.json" if path is None else Path(path)
     if path is None and not file.is_file():
         file = next((other for name in known if (other := file.with_name(name)).is_file()), file)

@@ -33,7 +33,6 @@ from infer.device import blocks_given_back
 from infer.errors import InferError, PluginError, SettingsError
 from infer.kernels.quantize import unfilled
 from infer.plugins.discovery import Offer, Plugins
-from infer.plugins.extension_points import EXTENSION_POINTS
 from infer.plugins.inspection import Named
 from infer.progress import track
 from infer.weight import GroupedWeight, Weight, form_of
@@ -218,8 +217,12 @@ def open_checkpoint(
     if path is None:
         raise SettingsError("model.path is not set: give a folder, file, hub id or bundled name, e.g. --model demo.")
     plugins.check_bundled(path)
-    point = EXTENSION_POINTS["container"]
-    suffixes = [suffix for offer in plugins.offers["container"] for suffix in point.named(offer.registration)]
-    revision = settings.model.revision
-    place = locate(path, bundled=plugins.checkpoints, suffixes=suffixes, revision=revision, outlines=outlines)
+    place = locate(
+        path,
+        bundled=plugins.checkpoints,
+        suffixes=plugins.suited("container"),
+        tokenizers=plugins.suited("tokenizer"),
+        revision=settings.model.revision,
+        outlines=outlines,
+    )
     return Checkpoint(plugins.choose("container", settings, [ending(place)]).build(settings, place))

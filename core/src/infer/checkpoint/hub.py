@@ -48,17 +48,18 @@ class HubName:
         return [name for name in names if _matches(name, self.wanted) and not _matches(name, self.unwanted)]
 
 
-def hub_name(path: str, suffixes: Sequence[str]) -> HubName | None:
+def hub_name(path: str, suffixes: Sequence[str], tokenizers: Sequence[str] = ()) -> HubName | None:
     """What ``path`` stands for: ``org/name``, or one file of it, which ends in one of the ``suffixes``.
     ``org/name/FILE`` gives the file's name, and ``org/name:TAG`` the end of its name, in capital or small letters, as
-    in name-Q4_K_M.gguf. None if it cannot be a hub id."""
+    in name-Q4_K_M.gguf. ``tokenizers`` are the names of further files that are read of ``org/name``. None if it cannot
+    be a hub id."""
     match = _HUB_ID.fullmatch(path)
     if match is None or (match[3] and not match[3].lower().endswith(tuple(suffixes))):
         return None
     id, tag, file = match.groups()
     # The weights lie at the top level; subfolders and "consolidated" files hold the same ones in other formats.
     # 1_Pooling/config.json says what an embedding is made of, and additional_chat_templates has chat templates.
-    wanted = ["*.safetensors", "*.json", "*.jinja", "tiktoken.model"]
+    wanted = ["*.safetensors", "*.json", "*.jinja", *tokenizers]
     unwanted = ["[!1a]*/*", "[1a]*/*.safetensors", "a*/*.json", "consolidated*"]
     if file:
         wanted, unwanted = [file], []
@@ -73,6 +74,7 @@ def download(
     path: str,
     bundled: Mapping[str, Path],
     suffixes: Sequence[str],
+    tokenizers: Sequence[str],
     revision: str | None,
     outlines: Path | None = None,
 ) -> Path:
@@ -85,7 +87,7 @@ def download(
         raise CheckpointError(
             f"{path!r} is the checkpoint of {package}, which is not installed: {installing(package)}."
         )
-    name = hub_name(path, suffixes)
+    name = hub_name(path, suffixes, tokenizers)
     if name is None:
         raise CheckpointError(
             f"{tried}, and it cannot be a hub id, which reads org/name, org/name:TAG or org/name/FILE."

@@ -27,19 +27,21 @@ def locate(
     *,
     bundled: Mapping[str, Path],
     suffixes: Sequence[str],
+    tokenizers: Sequence[str] = (),
     revision: str | None = None,
     outlines: Path | None = None,
 ) -> Path:
     """The folder or file that holds a checkpoint. ``path`` is one that exists, else a bundled name, else a hub id,
     which is found in the hub's cache or downloaded at ``revision``, into the folder ``outlines`` without the weights'
     values if it is given. A folder without safetensors stands
-    for the file in it that ends in one of the ``suffixes``. Raises CheckpointError."""
+    for the file in it that ends in one of the ``suffixes``. ``tokenizers`` are the names of files that may be there in
+    place of tokenizer.json. Raises CheckpointError."""
     suffixes = [suffix for suffix in suffixes if suffix != FOLDER]
     place = Path(os.path.expanduser(path))
     try:
         if not place.exists():
             if path not in bundled:
-                return _within(download(path, bundled, suffixes, revision, outlines), suffixes)
+                return _within(download(path, bundled, suffixes, tokenizers, revision, outlines), suffixes)
             place = bundled[path]
         if revision is not None:
             raise CheckpointError(f"A revision ({revision!r}) can be chosen of a hub id only, and {path!r} is {place}.")

@@ -250,6 +250,11 @@ class Plugins:
             )
         return offer
 
+    def suited(self, point: str) -> list[str]:
+        """All that the offers of an extension point say that they suit."""
+        about = EXTENSION_POINTS[point]
+        return [one for offer in self.offers[point] for one in about.named(offer.registration)]
+
     def spared(self, point: str, settings: Settings) -> bool:
         """Whether an extension point has nothing to choose from, and the server does without."""
         about = EXTENSION_POINTS[point]
@@ -268,12 +273,12 @@ class Plugins:
         able = [offer for offer in able if not offer.registration.unavailable]
         shown = {"setting": about.setting, "there": in_short(" or ".join(there), MAX_SHOWN) or "not stated"}
         if not able:
-            named = {one for offer in self.offers[point] for one in about.named(offer.registration) if one}
-            known = "".join(f", {one}" for one in sorted(named))
+            named = sorted({*self.suited(point)} - {""})
+            known = "".join(f", {one}" for one in named)
             install = installing(min(about.packages.values(), default=""))
             advice = "".join(f"{installing(p)} brings one; " for p in {*map(about.packages.get, there)} if p)
             text = about.missing.format(
-                known=known, installed=_installed(sorted(named)), install=install, advice=advice, **shown
+                known=known, installed=_installed(named), install=install, advice=advice, **shown
             )
             raise PluginError(f"{text}{self.culprits()}")
         best = max(offer.registration.priority for offer in able)

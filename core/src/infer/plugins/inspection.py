@@ -198,7 +198,7 @@ def _registration(point: str, at: str, kind: type[Registration[Any]], value: obj
     why = given["unavailable"]
     if why is not None and not (isinstance(why, str) and why and why.isprintable()):
         raise PluginError(f"{at} unavailable is {_show(why)}, neither None nor one line that says why.")
-    for field in {"architectures", "devices", "kv_dtypes", "methods", "marks", "suffixes"} & given.keys():
+    for field in {"architectures", "devices", "kv_dtypes", "files", "methods", "marks", "suffixes"} & given.keys():
         several = given[field]
         if not isinstance(several, (list, tuple)) or not all(isinstance(one, str) for one in several):
             raise PluginError(f"{at} {field} is {_show(several)}, not a tuple of strings.")
