@@ -65,7 +65,7 @@ def plain() -> Any:
     return answers({})
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft", "cycle"])
+@pytest.mark.parametrize("name", ["ngram", "suffix", "draft", "cycle"])
 def test_answers_are_the_same_whoever_proposes(name: str, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "Payoff", lambda costs, waits: Always())
     watch = Watch()
@@ -75,6 +75,19 @@ def test_answers_are_the_same_whoever_proposes(name: str, plain: Any, monkeypatc
     assert 0 < accepted <= proposed
     if name == "draft":  # the same model: what it proposes, it draws as well, unless a penalty intervenes
         assert all(record.accepted == record.proposed > 12 for record in watch.records[: len(PROMPTS)])
+
+
+def test_an_answer_that_somebody_had_before_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts, "Payoff", lambda costs, waits: Always())
+    watch = Watch()
+    engine: dict[str, Any] = {"speculation": "suffix", "max_draft_tokens": 8, "max_batch_size": 2, "max_seq_len": 256}
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=64, ignore_eos=True)
+    with LLM("demo", engine=engine, plugins=[watch], **SMALL) as llm:
+        first, second = (llm.generate("import", params)[0] for _ in range(2))
+    assert first.token_ids == second.token_ids
+    alone, after = (record.accepted for record in watch.records)
+    assert alone < 20
+    assert after > 40
 
 
 def test_a_second_model_with_windows_reads_a_long_prompt_by_chunks(

@@ -11,6 +11,7 @@ from tests.testing.planted import Bug, Bugs, caught
 
 from infer.contracts.proposer import DraftRequest, ProposerContext, ProposerProtocol
 from infer_speculation.ngram import NgramProposer, NgramSettings
+from infer_speculation.suffix import SuffixProposer, SuffixSettings
 from infer_testing import check_proposer
 from infer_testing.proposers import VOCAB
 
@@ -19,7 +20,14 @@ planted: Bugs[type[NgramProposer]] = Bugs([])
 Cycle = documented("class Cycle")["Cycle"]
 
 
-@pytest.mark.parametrize("make", [lambda context: NgramProposer(NgramSettings()), lambda context: Cycle(8)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda context: NgramProposer(NgramSettings()),
+        lambda context: SuffixProposer(SuffixSettings()),
+        lambda context: Cycle(8),
+    ],
+)
 @pytest.mark.draws
 @seeded()
 def test_ours_pass(make: MakeProposer, seed: int) -> None:

@@ -76,6 +76,15 @@ class ReadingProposer(ProposerProtocol, Protocol):
         and read, again."""
 
 
+@runtime_checkable
+class LearningProposer(ProposerProtocol, Protocol):
+    """A proposer that learns from whole answers."""
+
+    def learn(self, request: Request, token_ids: Sequence[int]) -> None:
+        """The request has ended with these tokens of the prompt and the answer; ``end`` comes next. It may have been
+        asked about or not."""
+
+
 class SecondModel(NamedTuple):
     """A second model that has been loaded."""
 

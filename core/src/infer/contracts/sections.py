@@ -223,8 +223,8 @@ class EngineSettings(Section):
     speculation: str | None = Field(
         None,
         description="Who proposes draft tokens, which are verified together and change no answer: ngram looks in "
-        "prompt and answer, draft asks a smaller model, mtp a head of the model itself, eagle3 a head of another "
-        "checkpoint, or a plugin; none for nobody.",
+        "prompt and answer, suffix also in other answers, draft asks a smaller model, mtp a head of the model itself, "
+        "eagle3 a head of another checkpoint, or a plugin; none for nobody.",
     )
     max_draft_tokens: int = Field(
         8, ge=1, le=16, description="Draft tokens of one sequence per step, at most; fewer where they do not pay."

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from infer.contracts.cache import CachePoolProtocol
-from infer.contracts.proposer import Computed, DraftRequest, ProposerProtocol, ReadingProposer
+from infer.contracts.proposer import Computed, DraftRequest, LearningProposer, ProposerProtocol, ReadingProposer
 from infer.contracts.scheduler import PENDING, Sequence, Work, Works
 from infer.engine.payoff import Payoff, Plan
 from infer.engine.processors import LogitsProcessor
@@ -208,6 +208,8 @@ class Speculation:
         self._guesses.pop(sequence, None)
         if self._proposer is not None:
             try:
+                if isinstance(self._proposer, LearningProposer):
+                    self._proposer.learn(sequence.request, sequence.tokens[: len(sequence.tokens) - sequence.pending])
                 self._proposer.end(sequence.id)
             except (Exception, SystemExit):
                 self._fail()

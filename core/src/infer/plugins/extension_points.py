@@ -167,7 +167,7 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
         ProposerRegistration,
         ProposerProtocol,
         "engine.speculation",
-        packages=dict.fromkeys(("draft", "eagle3", "mtp", "ngram"), "infer-speculation"),
+        packages=dict.fromkeys(("draft", "eagle3", "mtp", "ngram", "suffix"), "infer-speculation"),
     ),
     "grammar": ExtensionPoint(
         "infer_grammar_backends",

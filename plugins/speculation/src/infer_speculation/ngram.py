@@ -80,16 +80,21 @@ class NgramProposer:
         return [self._propose(draft_request) for draft_request in draft_requests]
 
     def _propose(self, draft_request: DraftRequest) -> list[int]:
+        at = self._find(draft_request)
+        return [] if at is None else self._copied(draft_request.token_ids, at, draft_request.most)
+
+    def _find(self, draft_request: DraftRequest) -> int | None:
+        """The position of the tokens to copy; None if there are none."""
         index = self._indices.get(draft_request.request.id)
         if index is None:
             index = self._indices[draft_request.request.id] = Index(self._settings.shortest, self._settings.longest)
         tokens = draft_request.token_ids
         index.take(tokens[: index.num_tokens + AT_ONCE] if len(tokens) - index.num_tokens > AT_ONCE else tokens)
-        at = index.find() if index.num_tokens == len(tokens) else None
-        if at is None:
-            return []
-        drafts = list(tokens[at : at + draft_request.most])
-        while len(drafts) < draft_request.most:  # the text repeats itself: what was proposed goes on the same way
+        return index.find() if index.num_tokens == len(tokens) else None
+
+    def _copied(self, tokens: Sequence[int], at: int, most: int) -> list[int]:
+        drafts = list(tokens[at : at + most])
+        while len(drafts) < most:  # the text repeats itself: what was proposed goes on the same way
             drafts.append(drafts[len(drafts) - (len(tokens) - at)])
         return drafts
 

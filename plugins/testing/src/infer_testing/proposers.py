@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 from infer.contracts.params import SamplingParams
-from infer.contracts.proposer import DraftRequest, ProposerContext, ProposerProtocol, SecondModel
+from infer.contracts.proposer import DraftRequest, LearningProposer, ProposerContext, ProposerProtocol, SecondModel
 from infer.contracts.request import Request
 from infer.contracts.sections import EngineSettings
 from infer.errors import InferError
@@ -59,6 +59,16 @@ def text_of(draw: random.Random) -> list[int]:
     """One that repeats itself, as a proposer may hope."""
     stem = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 8))]
     return [draw.randrange(VOCAB) if draw.random() < 0.1 else stem[i % len(stem)] for i in range(draw.randint(1, 60))]
+
+
+def end(proposer: ProposerProtocol, request: Request, tokens: list[int]) -> None:
+    """Tell the proposer that a request has ended with these tokens."""
+    before = [*tokens]
+    if isinstance(proposer, LearningProposer):
+        proposer.learn(request, tokens)
+    proposer.end(request.id)
+    if tokens != before:
+        raise Violation(f"learn writes to the tokens of {request.id}, which are the engine's own")
 
 
 def checked(draft_requests: Sequence[DraftRequest], found: Any) -> list[list[int]]:
@@ -110,7 +120,7 @@ def proposals(p: Proposers, draw: random.Random) -> None:
             _, text = texts[draft_request.request.id]
             text += [*proposal[: draw.randint(0, len(proposal))], draw.randrange(VOCAB)]
         if texts and draw.random() < 0.2:
-            proposer.end(texts.pop(draw.choice([*texts]))[0].id)
+            end(proposer, *texts.pop(draw.choice([*texts])))
     proposer.end("never asked about")
 
 
@@ -137,7 +147,7 @@ def ends(p: Proposers, draw: random.Random) -> None:
     before = [sys.getrefcount(x) for x in held]
     for i in range(len(lists)):
         checked([DraftRequest(request, lists[i], 8)], proposer.propose([DraftRequest(request, lists[i], 8)]))
-    proposer.end(id)
+    end(proposer, request, lists[-1])
     gc.collect()
     after = [sys.getrefcount(x) for x in held]
     for what, least, count in zip(("id", "request", *["text"] * 3), before, after, strict=True):
