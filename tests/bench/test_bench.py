@@ -158,7 +158,10 @@ async def test_the_client_against_a_server_that_streams_fails_and_refuses() -> N
         assert (await served(url))["max_model_len"] == 64
         planned = [Planned(0.0, (5, 6), n) for n in (3, 99, 7)]
         for arrivals in ("at once", "sequential"):
-            (good, refused, broke), counted = await play(url, "fake", planned, arrivals, 1.0, Planned(0.0, (9,), 2))
+            (good, refused, broke), counted, taken = await play(
+                url, "fake", planned, arrivals, 1.0, Planned(0.0, (9,), 2)
+            )
+            assert taken.cpu_s is not None, "the server is this process"
             assert counted == {"passes": 3.0}
             assert (len(good.chunks), good.output_tokens, good.error) == (3, 3, None)
             assert good.sent <= good.chunks[0] <= good.chunks[-1] <= good.done

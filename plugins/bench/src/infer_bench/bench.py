@@ -28,6 +28,7 @@ from infer.contracts.command import CommandContext, CommandRegistration
 from infer.errors import InferError, SettingsError
 from infer.flags import LOADING, add_settings
 from infer.settings import load_settings
+from infer_bench.energy import UNKNOWN, Meter, Taken
 from infer_bench.timeline import new_timeline
 
 if TYPE_CHECKING:
@@ -128,8 +129,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {"p50": p50, "p95": p95, "p99": p99, "max": max(values)}
 
 
-def summarize(samples: Sequence[Sample], counters: Mapping[str, float]) -> dict[str, Any]:
-    """The figures of a run: latencies in milliseconds, throughput in tokens per second."""
+def summarize(samples: Sequence[Sample], counters: Mapping[str, float], taken: Taken = UNKNOWN) -> dict[str, Any]:
+    """The figures of a run: latencies in milliseconds, throughput in tokens per second, and what an answer's token has
+    taken."""
     good = [s for s in samples if s.error is None]
     wall = max((s.done for s in samples), default=0.0) - min((s.sent for s in samples), default=0.0)
     output = sum(s.output_tokens for s in good)
@@ -147,6 +149,8 @@ def summarize(samples: Sequence[Sample], counters: Mapping[str, float]) -> dict[
         "itl_ms": itl,
         "itl_p99_over_p50": itl["p99"] / itl["p50"] if itl else None,
         "latency_ms": percentiles([(s.done - s.sent) * 1e3 for s in good]),
+        "joules_per_token": None if taken.joules is None or not output else taken.joules / output,
+        "cpu_s_per_1000_tokens": None if taken.cpu_s is None or not output else 1e3 * taken.cpu_s / output,
         "counters": dict(counters),
     }
 
@@ -159,6 +163,9 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     for title, key in (("TTFT", "ttft_ms"), ("ITL", "itl_ms"), ("latency", "latency_ms")):
         for p in ("p50", "p95", "p99", "max"):
             cells.append([f"{title} {p} ms", *(f"{r[key][p]:.1f}" if r[key] else "-" for r in rows.values())])
+    for title, key in (("joules/token", "joules_per_token"), ("CPU s/1000 tokens", "cpu_s_per_1000_tokens")):
+        if any(r.get(key) for r in rows.values()):
+            cells.append([title, *(f"{x:.2f}" if (x := r.get(key)) else "-" for r in rows.values())])
     cells.append(["ITL p99/p50", *(f"{x:.2f}" if (x := r["itl_p99_over_p50"]) else "-" for r in rows.values())])
     counted = [r["counters"] for r in rows.values()]
     if all(counted):
@@ -229,9 +236,9 @@ async def count(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 async def play(
     url: str, model: str, planned: Sequence[Planned], arrivals: str, rate: float, warm_up: Planned
-) -> tuple[list[Sample], dict[str, float]]:
-    """Send a plan at its arrival times. Returns the sample of each request, and how much each of the server's counters
-    rose."""
+) -> tuple[list[Sample], dict[str, float], Taken]:
+    """Send a plan at its arrival times. Returns the sample of each request, how much each of the server's counters
+    rose, and what the server took."""
     import aiohttp
 
     async def later(one: Planned) -> Sample:
@@ -241,13 +248,15 @@ async def play(
     limits = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0)) as session:
         await send(session, url, model, warm_up)
-        before = await count(session, url)
+        before, meter = await count(session, url), Meter(url)
+        begun = meter.read()
         if arrivals == "sequential":
             samples = [await send(session, url, model, one) for one in planned]
         else:
             samples = list(await asyncio.gather(*(later(one) for one in planned)))
+        ended = meter.read()
         after = await count(session, url)
-    return samples, {name: after[name] - value for name, value in before.items()}
+    return samples, {name: after[name] - value for name, value in before.items()}, ended.since(begun)
 
 
 async def served(url: str) -> dict[str, Any]:
