@@ -2,8 +2,8 @@
 
 How much faster answers come with draft tokens than without: an engine takes turns with and without, and the answers are
 compared. In case right-X, a proposer knows the answers, and each of its tokens is right with probability X. In case
-edit, drafts are right where n-gram lookup is right that edits a text of the prompt. So the weights may be made up. See
-benchmarks/README.md.
+edit, drafts are right where n-gram lookup is right that edits a text of the prompt; in case repeat, where suffix lookup
+is that has seen an answer of which this one is an edit. So the weights may be made up. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from benchmarks.steps import Steps
 from infer import LLM, SamplingParams, hookimpl
 from infer.contracts.proposer import DraftRequest
 from infer.contracts.registration import Registration
+from infer.contracts.request import Request
 from infer_bench.bench import machine
 from infer_speculation.ngram import NgramProposer, NgramSettings
+from infer_speculation.suffix import SuffixProposer, SuffixSettings
 
-CASES = ("right-1.0", "right-0.8", "right-0.5", "right-0.0", "edit")
+CASES = ("right-1.0", "right-0.8", "right-0.5", "right-0.0", "edit", "repeat")
 PROMPT, NEW = 128, 64
 EDIT_PROMPT = 512
 EVERY, EDITED = 40, 3
@@ -43,8 +45,10 @@ class Scripted:
         self.answers: dict[tuple[int, ...], list[int]] = {}
         """By prompt."""
         self.edits: dict[tuple[int, ...], list[int]] = {}
-        """By prompt, a text and its edited version, as long as the prompt and the answer."""
-        self.lookup = NgramProposer(NgramSettings())
+        """By prompt, what stands for it and for the answer where drafts are looked up, as long as they are."""
+        self.seen = SuffixProposer(SuffixSettings())
+        self.texts = {"edit": NgramProposer(NgramSettings()), "repeat": self.seen}
+        """What looks up, by case."""
 
     def propose(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
         return [self.drafts(draft_request) for draft_request in draft_requests]
@@ -52,9 +56,9 @@ class Scripted:
     def drafts(self, draft_request: DraftRequest) -> list[int]:
         prompt, length = draft_request.request.prompt_token_ids, len(draft_request.token_ids)
         known = self.answers[prompt][length - len(prompt) :][: draft_request.most]
-        if self.case == "edit":
+        if lookup := self.texts.get(self.case):
             text = self.edits[prompt]
-            (found,) = self.lookup.propose([replace_tokens(draft_request, text[:length])])
+            (found,) = lookup.propose([replace_tokens(draft_request, text[:length])])
             right = [a == b for a, b in zip(found, text[length:], strict=False)]
         else:
             chance = float(self.case.removeprefix("right-"))
@@ -62,7 +66,8 @@ class Scripted:
         return [token if good else token + 1 for token, good in zip(known, right, strict=False)]
 
     def end(self, request_id: str) -> None:
-        self.lookup.end(request_id)
+        for lookup in self.texts.values():
+            lookup.end(request_id)
 
 
 def replace_tokens(draft_request: DraftRequest, tokens: list[int]) -> DraftRequest:
@@ -116,7 +121,11 @@ def compare(llm: LLM, plugin: Plugin, case: str, batch: int, turns: int, new: in
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         text = source[i * length : (i + 1) * length]
         proposer.answers[tuple(prompt)] = answer
-        proposer.edits[tuple(prompt)] = text + edited(draw, text, most)[:new]
+        changed = edited(draw, text, most)[:new]
+        if case == "repeat":
+            proposer.seen.learn(Request(()), text)
+            text = prompt
+        proposer.edits[tuple(prompt)] = text + changed
     seconds: dict[str, list[float]] = {"plain": [], "drafting": []}
     proposed = accepted = 0
     for number in range(turns):
