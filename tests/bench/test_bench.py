@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
 from infer_bench import bench
 from infer_bench.bench import WORKLOADS, Planned, Sample, median_run, percentiles, plan, play, served, summarize, table
+from infer_bench.energy import Meter, Taken
 
 
 def test_plans_are_drawn_from_the_seed_within_the_ranges() -> None:
@@ -124,8 +126,15 @@ def test_shared_is_a_part_of_every_prompt(shared: float) -> None:
         assert abs(common - shared * min(len(a), len(b))) <= 2
 
 
-async def test_the_client_against_a_server_that_streams_fails_and_refuses() -> None:
-    seen = []
+async def test_the_client_against_a_server_that_streams_fails_and_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, metered, read = list[Any](), list[Meter](), Meter.read
+
+    def counted_read(meter: Meter) -> Taken:
+        metered.append(meter)
+        return read(meter)
+
+    monkeypatch.setattr(bench, "METERED_S", 0.0)
+    monkeypatch.setattr(Meter, "read", counted_read)
 
     async def completions(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -162,6 +171,8 @@ async def test_the_client_against_a_server_that_streams_fails_and_refuses() -> N
                 url, "fake", planned, arrivals, 1.0, Planned(0.0, (9,), 2)
             )
             assert taken.cpu_s is not None, "the server is this process"
+            assert len(metered) > 2, "counters may begin anew in between"
+            metered.clear()
             assert counted == {"passes": 3.0}
             assert (len(good.chunks), good.output_tokens, good.error) == (3, 3, None)
             assert good.sent <= good.chunks[0] <= good.chunks[-1] <= good.done

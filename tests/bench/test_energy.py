@@ -21,7 +21,7 @@ if __name__ == "__main__":
         print(listening.getsockname()[1], flush=True)
         for seconds in (0.2, 60):
             sys.stdin.readline()
-            child = multiprocessing.get_context("fork").Process(target=spin, args=(seconds,))
+            child = multiprocessing.get_context("fork").Process(target=spin, args=(seconds,), daemon=True)
             child.start()
             if seconds == 0.2: child.join()
             print("done", flush=True)
@@ -41,15 +41,18 @@ def package(powercap: Path, name: str, microjoules: int, most: int = 10_000_000)
 def test_joules_are_those_of_all_processors(tmp_path: Path) -> None:
     """Their parts are not counted again, and a counter may begin anew."""
     first, second = package(tmp_path, "package-0", 9_000_000), package(tmp_path, "package-1", 1_000_000)
-    core = package(tmp_path, "core", 0)
+    core, again = package(tmp_path, "core", 0), package(tmp_path, "package-0", 9_000_000)
     meter = Meter(ELSEWHERE, tmp_path)
     begun = meter.read()
-    (first / "energy_uj").write_text("500000")
+    for zone in (first, again):
+        (zone / "energy_uj").write_text("500000")
     (second / "energy_uj").write_text("1250000")
     (core / "energy_uj").write_text("7000000")
     assert meter.read().since(begun).joules == pytest.approx(1.5 + 0.25)
     (first / "energy_uj").write_text("600000")
     assert meter.read().since(begun).joules == pytest.approx(1.85)
+    (second / "energy_uj").unlink()
+    assert meter.read() == UNKNOWN
 
 
 def test_joules_that_cannot_be_read_are_not_told(tmp_path: Path) -> None:
@@ -77,7 +80,7 @@ def test_the_time_of_a_servers_processes_is_counted_also_once_they_have_ended() 
         go_on()
         taken = meter.read().since(begun).cpu_s
         assert taken is not None
-        assert taken >= 0.19, "the clock ticks every 10 ms"
+        assert taken >= 0.15, "the clock ticks every 10 ms"
         go_on()
         for _ in range(10_000):  # the other one is under way
             now = meter.read().since(begun).cpu_s
@@ -101,6 +104,6 @@ def test_figures_are_by_token_of_an_answer() -> None:
     lines = {
         line[:20].strip(): line[20:].split() for line in table({"a": median_run([both]), "b": neither}).splitlines()
     }
-    assert lines["joules/token"] == ["0.30", "-"]
+    assert lines["CPU joules/token"] == ["0.30", "-"]
     assert lines["CPU s/1000 tokens"] == ["20.00", "-"]
     assert "joules" not in table({"b": neither})

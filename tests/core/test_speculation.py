@@ -86,8 +86,7 @@ def test_an_answer_that_somebody_had_before_is_copied(monkeypatch: pytest.Monkey
         first, second = (llm.generate("import", params)[0] for _ in range(2))
     assert first.token_ids == second.token_ids
     alone, after = (record.accepted for record in watch.records)
-    assert alone < 20
-    assert after > 40
+    assert after > max(alone, 40)
 
 
 def test_a_second_model_with_windows_reads_a_long_prompt_by_chunks(

@@ -30,7 +30,7 @@ def searched(answers: list[list[int]], tokens: list[int]) -> tuple[list[int], in
 @pytest.mark.parametrize("vocab", [2, 3, 200_000])
 def test_answers_are_found_as_by_searching(vocab: int) -> None:
     draw = random.Random(vocab)
-    answers, known = Answers(1 << 24), list[list[int]]()  # no two keys are the same
+    answers, known = Answers(1 << 24), list[list[int]]()  # by this seed, no two keys are the same
     found = 0
     for _ in range(80):
         answer = [draw.randrange(vocab) for _ in range(draw.randint(0, 60))]
@@ -115,10 +115,23 @@ def test_answers_with_a_salt_are_nobody_elses() -> None:
 
 def test_what_was_overwritten_is_not_found() -> None:
     draw = random.Random(0)
-    answers, found = Answers(64), 0
+    answers, known, found = Answers(64), list[str](), 0
     for _ in range(300):
-        answers.add([draw.randrange(3) for _ in range(draw.randint(10, 30))])
-        at = answers.find([draw.randrange(3) for _ in range(30)])
-        found += at is not None
-        assert at is None or at[1] >= SIZES[-1]
+        answer = [draw.randrange(3) for _ in range(draw.randint(0, 30))]
+        answers.add(answer)
+        known.append("".join(map(str, answer)))
+        tokens = [draw.randrange(3) for _ in range(30)]
+        if (at := answers.find(tokens)) is not None:
+            found += 1
+            assert at[1] >= SIZES[-1]
+            after = answers.after(at[0], 5)
+            assert any("".join(map(str, tokens[-at[1] :] + after)) in other for other in known)
     assert found > 50
+
+
+def test_short_answers_displace_nothing() -> None:
+    answers = Answers(256)
+    answers.add([*range(10, 30)])
+    for i in range(1000):
+        answers.add([1000 + i] * (i % 5))
+    assert answers.find([*range(10, 20)]) is not None

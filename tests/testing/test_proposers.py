@@ -10,6 +10,7 @@ from tests.examples import seeded
 from tests.testing.planted import Bug, Bugs, caught
 
 from infer.contracts.proposer import DraftRequest, ProposerContext, ProposerProtocol
+from infer.contracts.request import Request
 from infer_speculation.ngram import NgramProposer, NgramSettings
 from infer_speculation.suffix import SuffixProposer, SuffixSettings
 from infer_testing import check_proposer
@@ -73,6 +74,23 @@ class Adds(NgramProposer):
 class Remembers(NgramProposer):
     def end(self, request_id: str) -> None:
         pass
+
+
+@planted("a learner writes to what it learns from", "proposals", "learn writes to the tokens of")
+class Writes(NgramProposer):
+    def learn(self, request: Request, token_ids: Sequence[int]) -> None:
+        assert isinstance(token_ids, list)
+        token_ids.clear()
+
+
+@planted("a learner shows everybody what has a salt", "salts", "is proposed after a request with a salt of its own")
+class Tells(NgramProposer):
+    def learn(self, request: Request, token_ids: Sequence[int]) -> None:
+        self.last = [*token_ids]
+
+    def propose(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
+        last = getattr(self, "last", [])
+        return super().propose(draft_requests) if not last else [last[: each.most] for each in draft_requests]
 
 
 @planted("requests that have ended are kept", "ends", "still holds the request's id")

@@ -81,8 +81,9 @@ class LearningProposer(ProposerProtocol, Protocol):
     """A proposer that learns from whole answers."""
 
     def learn(self, request: Request, token_ids: Sequence[int]) -> None:
-        """The request has ended with these tokens of the prompt and the answer; ``end`` comes next. It may have been
-        asked about or not."""
+        """The request has ended with these tokens of the prompt and the answer, to be read during the call only;
+        ``end`` comes next. It may have been asked about or not. What is learned from a request with a ``cache_salt``
+        must not change what is proposed for others: how long their answers take would tell of it."""
 
 
 class SecondModel(NamedTuple):

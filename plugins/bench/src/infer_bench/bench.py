@@ -38,6 +38,8 @@ READY = "infer: ready on "
 AUTO_LOAD = 0.7
 """Without ``--rate``, requests arrive at this fraction of the measured capacity: high, but low enough that the queue
 does not keep growing."""
+METERED_S = 30.0
+"""How often the server's meter is read, in seconds."""
 CALIBRATION = 8
 """How many requests the calibration run sends, all at once."""
 
@@ -163,7 +165,7 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     for title, key in (("TTFT", "ttft_ms"), ("ITL", "itl_ms"), ("latency", "latency_ms")):
         for p in ("p50", "p95", "p99", "max"):
             cells.append([f"{title} {p} ms", *(f"{r[key][p]:.1f}" if r[key] else "-" for r in rows.values())])
-    for title, key in (("joules/token", "joules_per_token"), ("CPU s/1000 tokens", "cpu_s_per_1000_tokens")):
+    for title, key in (("CPU joules/token", "joules_per_token"), ("CPU s/1000 tokens", "cpu_s_per_1000_tokens")):
         if any(r.get(key) for r in rows.values()):
             cells.append([title, *(f"{x:.2f}" if (x := r.get(key)) else "-" for r in rows.values())])
     cells.append(["ITL p99/p50", *(f"{x:.2f}" if (x := r["itl_p99_over_p50"]) else "-" for r in rows.values())])
@@ -234,6 +236,13 @@ async def count(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     return {name: found[key] for name in COUNTERS if (key := f"infer_{name}_total") in found}
 
 
+async def watch(meter: Meter) -> None:
+    """Read a meter so often that no counter begins anew twice in between."""
+    while True:
+        await asyncio.sleep(METERED_S)
+        meter.read()
+
+
 async def play(
     url: str, model: str, planned: Sequence[Planned], arrivals: str, rate: float, warm_up: Planned
 ) -> tuple[list[Sample], dict[str, float], Taken]:
@@ -249,11 +258,12 @@ async def play(
     async with aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0)) as session:
         await send(session, url, model, warm_up)
         before, meter = await count(session, url), Meter(url)
-        begun = meter.read()
+        begun, watching = meter.read(), asyncio.create_task(watch(meter))
         if arrivals == "sequential":
             samples = [await send(session, url, model, one) for one in planned]
         else:
             samples = list(await asyncio.gather(*(later(one) for one in planned)))
+        watching.cancel()
         ended = meter.read()
         after = await count(session, url)
     return samples, {name: after[name] - value for name, value in before.items()}, ended.since(begun)

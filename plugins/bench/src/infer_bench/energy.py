@@ -11,6 +11,7 @@ import psutil
 
 POWERCAP = Path("/sys/class/powercap")
 """Where Linux shows the counters of Intel's and AMD's processors (RAPL). Most systems let only root read them."""
+HERE = ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::")
 
 
 class Taken(NamedTuple):
@@ -33,22 +34,25 @@ class Meter:
 
     def __init__(self, url: str, powercap: Path = POWERCAP) -> None:
         self._pids = _listening(url)
-        self._packages = {zone: _joules(zone / "energy_uj") for zone in _packages(powercap)}
+        self._packages = _packages(powercap)
         """What each counter showed last."""
         self._joules = 0.0
 
     def read(self) -> Taken:
-        """What has been taken so far. Of a counter that has begun anew since the last call, it did so once."""
-        for zone, last in self._packages.items():
-            now = self._packages[zone] = _joules(zone / "energy_uj")
-            self._joules += now - last if now >= last else now - last + _joules(zone / "max_energy_range_uj")
+        """What has been taken so far. A counter may begin anew within two minutes, so call it twice as often."""
+        try:
+            for zone, last in self._packages.items():
+                now = self._packages[zone] = _joules(zone / "energy_uj")
+                self._joules += now - last if now >= last else now - last + _joules(zone / "max_energy_range_uj")
+        except (OSError, ValueError):  # a counter has gone
+            self._packages = {}
         return Taken(_cpu_seconds(self._pids) if self._pids else None, self._joules if self._packages else None)
 
 
 def _listening(url: str) -> set[int]:
     """The processes that listen at a URL of this machine, as far as this user may know."""
-    host, port = urlsplit(url).hostname, urlsplit(url).port
-    if host not in ("127.0.0.1", "::1", "localhost"):
+    host, port = urlsplit(url).hostname, urlsplit(url).port or 80
+    if host not in HERE:
         return set()
     with suppress(psutil.AccessDenied):
         return {
@@ -72,16 +76,16 @@ def _cpu_seconds(pids: set[int]) -> float | None:
     return sum(found.values()) if found else None
 
 
-def _packages(powercap: Path) -> list[Path]:
-    """The counters of whole processors, if all can be read."""
-    zones = sorted(zone for zone in powercap.glob("*") if _name(zone).startswith("package"))
+def _packages(powercap: Path) -> dict[Path, float]:
+    """What the counters of whole processors show, if all can be read. Some systems have the same one in two places."""
+    zones = {name: zone for zone in sorted(powercap.glob("*"), reverse=True) if (name := _name(zone))}
+    found = {zone: zone / "energy_uj" for name, zone in zones.items() if name.startswith("package")}
     try:
-        for zone in zones:
-            for name in ("energy_uj", "max_energy_range_uj"):
-                _joules(zone / name)
+        for zone in found:
+            _joules(zone / "max_energy_range_uj")
+        return {zone: _joules(file) for zone, file in found.items()}
     except (OSError, ValueError):
-        return []
-    return zones
+        return {}
 
 
 def _name(zone: Path) -> str:

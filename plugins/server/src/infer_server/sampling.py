@@ -80,7 +80,10 @@ class SamplingBody(SamplingParams, Body):
         description="Seconds within which the answer has to end; else it ends with an error of status 504.",
     )
     cache_salt: str | None = Field(
-        None, min_length=1, max_length=256, description="Share cached prefixes only with requests of the same salt."
+        None,
+        min_length=1,
+        max_length=256,
+        description="Share cached prefixes only with requests of the same salt, and drafts with none.",
     )
     user: str | None = Field(None, max_length=512, description="The end user's id.")
     safety_identifier: str | None = Field(None, max_length=512, description="As user, over which it takes precedence.")

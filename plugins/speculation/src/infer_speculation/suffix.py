@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from operator import mul
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from infer.contracts.proposer import DraftRequest
 from infer.contracts.request import Request
@@ -26,8 +26,10 @@ Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
 
 class SuffixSettings(NgramSettings):
+    longest: PositiveInt = Field(4, le=32, description="tokens that are looked up first in the text itself")
+    shortest: PositiveInt = Field(2, le=32, description="tokens that are looked up last in the text itself")
     answers: int = Field(
-        1 << 20, ge=1 << 10, le=1 << 28, description="tokens of other answers that are remembered; 16 bytes each"
+        1 << 20, ge=1 << 10, le=1 << 24, description="tokens of other answers that are remembered, of 16 bytes each"
     )
 
 
@@ -39,13 +41,15 @@ class Answers:
         # Pages of zeros take no memory before they are written. Nothing is found at 0, so zeros are no entries.
         self._tokens = np.zeros(capacity, np.int32)
         self._tokens[0] = NOTHING
-        self._bits = (capacity - 1).bit_length()
+        self._bits = capacity.bit_length() - 1
         self._tables = {size: np.zeros(1 << self._bits, np.int32) for size in SIZES}
         """Per n, the index behind the last n-gram of each key. Those that share a key displace each other, and entries
         outlive what they were made of, so whoever looks up compares the tokens."""
         self._at = 1
 
     def add(self, answer: Sequence[int]) -> None:
+        if len(answer) <= SIZES[-1]:  # nobody would find it
+            return
         tokens = np.fromiter(answer, np.int32, len(answer))[1 - len(self._tokens) :]
         if self._at + len(tokens) + 1 > len(self._tokens):
             self._tokens[self._at - 1 :] = NOTHING
@@ -56,6 +60,7 @@ class Answers:
         for size, table in self._tables.items():
             if len(tokens) > size:  # the last n-gram has nothing behind it
                 keys = _keys(tokens[:-1].astype(np.uint64), size)
+                # Of the same n-gram, the last one stays; if numpy ever chose another, that would be right, too.
                 table[keys >> np.uint64(64 - self._bits)] = np.arange(self._at + size, end)
         self._at = end + 1
 

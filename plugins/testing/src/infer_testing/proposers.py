@@ -6,7 +6,7 @@ import gc
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -153,3 +153,21 @@ def ends(p: Proposers, draw: random.Random) -> None:
     for what, least, count in zip(("id", "request", *["text"] * 3), before, after, strict=True):
         if count > least:
             raise Violation(f"after end, the proposer still holds the request's {what}: its memory grows for ever")
+
+
+@check("What is learned from a request with a cache_salt changes nothing for others", 20)
+def salts(p: Proposers, draw: random.Random) -> None:
+    proposer, fresh = p.proposer(), p.proposer()
+    secret = [draw.randrange(VOCAB) for _ in range(60)]
+    end(proposer, replace(requested(secret[:1], "secret"), cache_salt="mine"), secret)
+    for salt in ("", "other"):
+        text = secret[: draw.randint(20, 50)]
+        request = replace(requested(text[:1], "asks"), cache_salt=salt)
+        found, expected = (
+            checked([draft_request], each.propose([draft_request]))[0]
+            for each, draft_request in ((each, DraftRequest(request, list(text), 8)) for each in (proposer, fresh))
+        )
+        if found != expected:
+            raise Violation(f"{found} is proposed after a request with a salt of its own, and {expected} without it")
+        for each in (proposer, fresh):
+            each.end("asks")
