@@ -196,21 +196,24 @@ void attention(int kind, int64_t length, int64_t count, int64_t window) {
     for (int64_t t = 0; t < count; t++) run(t, 1, one), same("attention", out, t * H * E, one, 0, H * E);
 }
 
-// A gated delta rule over one sequence, at once and token by token, each of which begins where the one before ended.
-void delta_rule(int kind, int64_t K, int64_t V) {
-    int64_t tokens = 20, H = 2, width = 2 * K + H * V;
-    Array qkv(kind, tokens * width), a(kind, tokens * H), b(kind, tokens * H), out(kind, tokens * H * V, false);
+// A gated delta rule over one sequence, at once and token by token, each of which begins where the one before ended. A
+// head's state decays as a whole, or each of its rows by itself.
+void delta_rule(int kind, int64_t K, int64_t V, bool by_row, float max_beta) {
+    int64_t tokens = 20, H = 2, width = 2 * K + H * V, decays = by_row ? K : 1;
+    Array qkv(kind, tokens * width), a(kind, tokens * H * decays), b(kind, tokens * H), out(kind, tokens * H * V, false);
     Array states(0, 2 * H * K * V);
     Array begun = states;
-    float rate[2] = {0.3f, 1.2f}, dt_bias[2] = {0.5f, -0.5f};
+    float rate[2] = {0.3f, 1.2f};
+    std::vector<float> dt_bias(H * decays);
+    for (int64_t i = 0; i < H * decays; i++) dt_bias[i] = i < decays ? 0.5f : -0.5f;
     auto run = [&](int64_t first, int64_t count, int64_t row, Array& from, Array& to) {
         int32_t offsets[2] = {0, int32_t(count)};
         int64_t read = first ? row : 0;
         std::vector<int64_t> save(count, -1);
         save[count - 1] = row;
-        call("gated_delta_rule", kind, (const void*)qkv.at(first * width), width, (const void*)a.at(first * H), H,
-             (const void*)b.at(first * H), H, count, int64_t(1), H, K, V, (const float*)rate, (const float*)dt_bias,
-             (float*)from.at(0), H * K * V, (const int32_t*)offsets, (const int64_t*)&read, (const int64_t*)save.data(),
+        call("gated_delta_rule", kind, (const void*)qkv.at(first * width), width, 
+             (const void*)a.at(first * H * decays), H * decays, (const void*)b.at(first * H), H, count, int64_t(1), H, K,
+             V, (const float*)rate, (const float*)dt_bias.data(), int(by_row), max_beta, (float*)from.at(0), H * K * V, (const int32_t*)offsets, (const int64_t*)&read, (const int64_t*)save.data(),
              int64_t(1), to.at(0));
     };
     run(0, tokens, 1, states, out);
@@ -221,12 +224,15 @@ void delta_rule(int kind, int64_t K, int64_t V) {
             double q2 = 1e-6, k2 = 1e-6;
             for (int64_t k = 0; k < K; k++)
                 q2 += std::pow(qkv[t * width + k], 2), k2 += std::pow(qkv[t * width + K + k], 2);
-            double decay = std::exp(-rate[h] * std::log1p(std::exp(a[t * H + h] + dt_bias[h])));
-            double beta = 1 / (1 + std::exp(-b[t * H + h]));
+            auto decay = [&](int64_t k) {
+                int64_t i = by_row ? h * K + k : h;
+                return std::exp(-rate[h] * std::log1p(std::exp(a[t * H * decays + i] + dt_bias[i])));
+            };
+            double beta = max_beta / (1 + std::exp(-b[t * H + h]));
             for (int64_t v = 0; v < V; v++) {
                 double known = 0;
                 for (int64_t k = 0; k < K; k++)
-                    known += (state[(h * K + k) * V + v] *= decay) * qkv[t * width + K + k] / std::sqrt(k2);
+                    known += (state[(h * K + k) * V + v] *= decay(k)) * qkv[t * width + K + k] / std::sqrt(k2);
                 double change = (qkv[t * width + 2 * K + h * V + v] - known) * beta;
                 for (int64_t k = 0; k < K; k++) {
                     double& s = state[(h * K + k) * V + v];
@@ -257,8 +263,10 @@ int main(int count, char** arguments) {
         attention(kind, 5, 5, 0);
         attention(kind, 700, 40, 0);
         attention(kind, 700, 40, 100);
-        delta_rule(kind, 16, 8);
-        delta_rule(kind, 13, 101);
+        delta_rule(kind, 16, 8, false, 1);
+        delta_rule(kind, 13, 101, false, 2);
+        delta_rule(kind, 16, 8, true, 1);
+        delta_rule(kind, 13, 101, true, 2);
     }
     for (int bits : {4, 8}) std::printf("int8, %d bits: %016llx\n", bits, (unsigned long long)int8_product(bits));
     return failures != 0;
