@@ -387,7 +387,7 @@ inline void grouped_tile(const Grouped& w, const Decoder<A, FORM>& decoder, cons
 #pragma GCC unroll 8
         for (int j = 0; j < VECTORS; j++) c[m][j] = vf{};
     for (int64_t g = 0; g < G; g++, at += w.group_bytes()) {
-        for (int64_t l = 0; l < fetch.lines; l++, fetch.from += LINE) __builtin_prefetch(fetch.from);
+        for (int64_t l = 0; l < fetch.lines; l++, fetch.from += LINE) fetch_line(fetch.from);
         const A* a = x.values + row * x.stride + g * w.padded();
         const uint32_t* codes = (const uint32_t*)(at + w.header_bytes());
         Sum acc[M][VECTORS];

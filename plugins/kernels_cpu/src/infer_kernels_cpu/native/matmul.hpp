@@ -27,13 +27,31 @@ inline int64_t panels_of(int64_t N, bool gated = false) {
     return (rows + columns - 1) / columns;
 }
 
+// Cores of AMD wait for fewer lines at once on their way into the L1 cache than on that into the L2 cache.
+#if defined(__x86_64__)
+inline const bool INTO_L2 = [] {
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd") != 0;
+}();
+#else
+constexpr bool INTO_L2 = false;
+#endif
+
+// Fetches the cache line of a weight that is needed soon.
+inline void fetch_line(const uint32_t* line) {
+    if (INTO_L2)
+        __builtin_prefetch(line, 0, 2);
+    else
+        __builtin_prefetch(line);
+}
+
 // Cache lines of a packed matrix to fetch while computing: ``lines`` per step from ``from`` on, one after the other.
 struct Fetch {
     const uint32_t* from = nullptr;
     int64_t lines = 0;
 
     void operator()(int64_t step) const {
-        for (int64_t l = 0; l < lines; l++) __builtin_prefetch(from + (step * lines + l) * LINE);
+        for (int64_t l = 0; l < lines; l++) fetch_line(from + (step * lines + l) * LINE);
     }
 };
 
@@ -188,7 +206,7 @@ constexpr int64_t STEPS = 128;       // steps of a panel that fit there, too
 constexpr int64_t AMX_STEPS = 192;   // the same of half a panel
 constexpr int64_t FEW_STEPS = 64;    // the same for few rows, which leave less time to prefetch the next steps
 constexpr int64_t MANY_ROWS = 4 * ROW_BLOCK;  // more are not converted, or given to one task, at once
-constexpr int64_t STREAMED_ROWS = 2; // up to so many rows, the hardware prefetches faster than we would
+inline const int64_t STREAMED_ROWS = INTO_L2 ? 4 : 2;  // up to so many rows, the hardware prefetches faster than we would
 
 // Turns a row's sums in panel p of a product [rows][N] into results in ``to``, a row of the output. With a gate, the
 // first half of the sums are gates and the second half values; both are rounded as if they had been stored.
