@@ -57,6 +57,25 @@ inline vu words(const S* low, const S* high) {
         return two_codes(load(low), load(high));
 }
 
+// ``words`` of 2 * LANES elements.
+template <class T>
+inline void many_words(const T* low, const T* high, vu (&out)[2]) {
+#if defined(__AVX512BW__)
+    if constexpr (STEP<T> == 2) {
+        constexpr auto source = [](int i) { return uint16_t(i / 2 + i % 2 * 32); };
+        auto order = [&]<int... I>(std::integer_sequence<int, I...>, int from) {
+            alignas(64) static const uint16_t halves[2][32] = {{source(I)...}, {uint16_t(source(I) + 16)...}};
+            return _mm512_load_si512(halves[from]);
+        };
+        __m512i a = load_as<__m512i>(low), b = load_as<__m512i>(high);
+        for (int i = 0; i < 2; i++)
+            out[i] = (vu)_mm512_permutex2var_epi16(a, order(std::make_integer_sequence<int, 32>{}, i), b);
+        return;
+    }
+#endif
+    for (int i = 0; i < 2; i++) out[i] = words<T>(low + i * LANES, high + i * LANES);
+}
+
 // How many elements, stored as S, share a 32-bit word.
 template <class S>
 constexpr int64_t SHARING = 4 / sizeof(S);
@@ -242,7 +261,6 @@ struct Attention {
         if constexpr (QUANTIZED) gather_scales(places, k_scales + head, units, factors);
         auto factor = [=](int64_t n) { return QUANTIZED ? load(factors + n) : splat(units); };
         Ahead values{v + head * E, places, E}, keys{k + then * E, next, E};
-        pack_keys(places, k + head * E, packed, values);
         // Among these keys, the index of the last one that each row sees, and how many the row's band sees.
         auto *last = scratch<int64_t, struct Last>(tile_rows()), *seen = scratch<int64_t, struct Seen>(tile_rows());
         for (int64_t r = 0; r < rows; r += G) std::fill_n(last + r, G, t.position + (begin + r) / G - key);
@@ -250,7 +268,14 @@ struct Attention {
             int64_t n = std::min(BAND, rows - r);
             std::fill_n(seen + r, n, std::min(count, last[r + n - 1] + 1));
         }
-        for (int64_t n = 0; n < count; n += PANEL) {
+        bool few = direct(rows);
+        if constexpr (DIRECT)
+            if (few)
+                in_tiles<ROWS, ROWS>(rows, [&]<int R>(int64_t) {
+                    few_scores<R>(places, k + head * E, queries + begin * width(), scores, factor, values);
+                });
+        if (!few) pack_keys(places, k + head * E, packed, values);
+        for (int64_t n = 0; n < count && !few; n += PANEL) {
             int64_t r = std::min(rows, std::max<int64_t>(0, key + n - t.position) * G - begin);
             r = std::max<int64_t>(0, r) / BAND * BAND;  // the first band of which a row sees some key of the panel
             float* to = scores + r * KEYS + n;
@@ -263,8 +288,14 @@ struct Attention {
         if constexpr (QUANTIZED) gather_scales(places, v_scales + head, 1, factors);
         softmax(last, seen, rows, scores, factors, weights, part(f, begin));
         values.until(KEYS);
-        pack_values(places, v + head * E, packed, keys);
-        for (int64_t e = 0, stride = columns(); e < stride; e += PANEL)
+        if constexpr (DIRECT)
+            if (few)
+                in_tiles<ROWS, ROWS>(rows, [&]<int R>(int64_t) {
+                    float* acc = f.acc + begin * columns();
+                    few_values<R>(places, v + head * E, weights, steps_of<T>(seen[0]), acc, keys);
+                });
+        if (!few) pack_values(places, v + head * E, packed, keys);
+        for (int64_t e = 0, stride = columns(); e < stride && !few; e += PANEL)
             for (int64_t r = 0, next; r < rows; r = next) {
                 for (next = r; next < rows && seen[next] == seen[r];) next++;
                 float* acc = f.acc + (begin + r) * stride + e;
@@ -323,6 +354,80 @@ struct Attention {
             vi at = lane + int32_t(n), hidden = (at > end) | (at <= before);
             store(row + n, hidden ? splat(-INFINITY) : s);
         }
+    }
+
+    // Whether so few rows are multiplied by keys and values as they lie in the cache. Packing these would take longer.
+    static constexpr bool DIRECT = std::is_same_v<S, T> && !CONVERTS<T> && !AMX<T>;
+    bool direct(int64_t rows) const { return DIRECT && rows <= ROWS && E % (2 * LANES * STEP<T>) == 0; }
+
+    // The scores of R rows, to scores[row][key]: the bits of a tile with packed keys. Two groups of keys take turns, so
+    // that neither waits for its own sums. Prefetches as many rows as there are keys.
+    template <int R, class Factors>
+    void few_scores(const Places& places, const T* keys, const Factor<T>* queries, float* scores, Factors factor,
+                    Ahead& ahead) const {
+        constexpr int TURNS = 2;
+        constexpr int64_t BLOCK = LANES * STEP<T>;
+        for (int64_t n = 0; n < places.count; n += TURNS * LANES) {
+            vf sums[TURNS][R] = {};
+            for (int64_t e = 0; e < E; e += BLOCK)
+#pragma GCC unroll 2
+                for (int turn = 0; turn < TURNS; turn++) {
+                    vu words[LANES];
+                    const int64_t* at = places.at + n + turn * LANES;
+#pragma GCC unroll 16
+                    for (int i = 0; i < LANES; i++) words[i] = load_as<vu>(keys + at[i] * E + e);
+                    transpose(words);
+                    ahead.until(ahead.next + LANES * BLOCK / E);
+#pragma GCC unroll 16
+                    for (int i = 0; i < LANES; i++)
+#pragma GCC unroll 6
+                        for (int r = 0; r < R; r++)
+                            sums[turn][r] = accumulate<T>(
+                                sums[turn][r], words[i], load_as<uint32_t>(queries + r * width() + e + i * STEP<T>));
+                }
+            for (int turn = 0; turn < TURNS; turn++)
+                for (int r = 0; r < R; r++) {
+                    int64_t key = n + turn * LANES;
+                    store(scores + r * KEYS + key, sums[turn][r] * factor(key));
+                }
+        }
+    }
+
+    // Adds R rows' weighted values to acc[row][column]: the bits of a tile with packed values. Prefetches as above.
+    template <int R>
+    void few_values(const Places& places, const T* values, const Factor<T>* weights, int64_t steps, float* acc,
+                    Ahead& ahead) const {
+        constexpr int V = R * 8 <= ROWS * VECTORS ? 8 : R * 4 <= ROWS * VECTORS ? 4 : 2;
+        auto run = [&]<int W>(int64_t begin) {
+            vf sums[R][W];
+#pragma GCC unroll 6
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+                for (int j = 0; j < W; j++) sums[r][j] = load(acc + r * columns() + begin + j * LANES);
+            for (int64_t s = 0; s < steps; s++) {
+                const T *low = values + places.at[s * STEP<T>] * E + begin;
+                const T *high = values + places.at[s * STEP<T> + STEP<T> - 1] * E + begin;
+                if (begin + W * LANES >= E) ahead.until((s + 1) * STEP<T>);
+#pragma GCC unroll 4
+                for (int j = 0; j < W; j += 2) {
+                    vu both[2];
+                    many_words(low + j * LANES, high + j * LANES, both);
+#pragma GCC unroll 6
+                    for (int r = 0; r < R; r++) {
+                        uint32_t weight = load_as<uint32_t>(weights + r * KEYS + s * STEP<T>);
+                        sums[r][j] = accumulate<T>(sums[r][j], both[0], weight);
+                        sums[r][j + 1] = accumulate<T>(sums[r][j + 1], both[1], weight);
+                    }
+                }
+            }
+#pragma GCC unroll 6
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+                for (int j = 0; j < W; j++) store(acc + r * columns() + begin + j * LANES, sums[r][j]);
+        };
+        int64_t e = 0;
+        for (; e + V * LANES <= E; e += V * LANES) run.template operator()<V>(e);
+        for (; e < E; e += 2 * LANES) run.template operator()<2>(e);
     }
 
     // Copies the queries of K/V heads [first, end) to rows, [heads][count * G][width].
