@@ -161,8 +161,8 @@ void norm(int kind) {
 }
 
 // One sequence over shuffled blocks: the last ``count`` positions of ``length`` attend, at once and one by one.
-void attention(int kind, int64_t length, int64_t count, int64_t window) {
-    int64_t H = 6, K = 2, E = 40, block = 16, blocks = (length + block - 1) / block;
+void attention(int kind, int64_t length, int64_t count, int64_t window, int64_t G = 3, int64_t E = 40) {
+    int64_t K = 2, H = G * K, block = 16, blocks = (length + block - 1) / block;
     Array q(kind, count * H * E), k(kind, blocks * block * K * E), v(kind, blocks * block * K * E);
     Array out(kind, q.size(), false);
     std::vector<int32_t> table(blocks);
@@ -263,6 +263,8 @@ int main(int count, char** arguments) {
         attention(kind, 5, 5, 0);
         attention(kind, 700, 40, 0);
         attention(kind, 700, 40, 100);
+        for (int64_t G = 1; G <= 7; G++)  // few rows take another way than many, if a head's size is one of these
+            for (int64_t E : {64, 192}) attention(kind, 150, 30, G % 2 ? 0 : 70, G, E);
         delta_rule(kind, 16, 8, false, 1);
         delta_rule(kind, 13, 101, false, 2);
         delta_rule(kind, 16, 8, true, 1);

@@ -168,7 +168,7 @@ struct Attention {
         int64_t block = key / block_size, within = key % block_size;
         places.count = std::max<int64_t>(0, std::min(KEYS, last_key(t) + 1 - key));
         for (int64_t n = 0; n < KEYS; n++) {
-            places.at[n] = n < places.count ? (blocks[block] * block_size + within) * K : places.at[n - 1];
+            places.at[n] = n < places.count ? (blocks[block] * block_size + within) * K : n ? places.at[n - 1] : 0;
             if (++within == block_size) within = 0, block++;
         }
     }
@@ -369,15 +369,17 @@ struct Attention {
         constexpr int64_t BLOCK = LANES * STEP<T>;
         for (int64_t n = 0; n < places.count; n += TURNS * LANES) {
             vf sums[TURNS][R] = {};
+            int64_t due = 0;
             for (int64_t e = 0; e < E; e += BLOCK)
 #pragma GCC unroll 2
                 for (int turn = 0; turn < TURNS; turn++) {
+                    asm volatile("" ::: "memory");  // or the queries' words would be kept for the other turn, in memory
                     vu words[LANES];
                     const int64_t* at = places.at + n + turn * LANES;
 #pragma GCC unroll 16
                     for (int i = 0; i < LANES; i++) words[i] = load_as<vu>(keys + at[i] * E + e);
                     transpose(words);
-                    ahead.until(ahead.next + LANES * BLOCK / E);
+                    for (due += LANES * BLOCK; due >= E; due -= E) ahead.until(ahead.next + 1);
 #pragma GCC unroll 16
                     for (int i = 0; i < LANES; i++)
 #pragma GCC unroll 6

@@ -315,7 +315,8 @@ inline vf half_of(vu words) {
 template <class T>
 inline vf accumulate(vf acc, vu w, uint32_t a) {
     static_assert(PAIRS || std::is_same_v<T, float>);
-    if constexpr (std::is_same_v<T, float>) return acc + (vf)w * load_as<float>(&a);
+    // Fused in so many words: a compiler may leave out the fusing in some loops, as GCC does in single chains for Zen 2.
+    if constexpr (std::is_same_v<T, float>) return fma((vf)w, splat(load_as<float>(&a)), acc);
 #if defined(__AVX512BF16__)
     return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(int(a)));
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)

@@ -14,7 +14,7 @@ from infer_testing.attention import Scene, attention_spec
 from infer_testing.kernels.provider import Provider, check
 from infer_testing.suite import Skipped, Violation
 
-HEADS = ((4, 2, 16), (1, 1, 16), (6, 2, 18), (7, 1, 64), (4, 4, 80), (8, 2, 128))
+HEADS = ((4, 2, 16), (1, 1, 16), (6, 2, 18), (7, 1, 64), (4, 4, 80), (8, 2, 128), (2, 2, 64), (3, 1, 192), (5, 1, 128))
 """Query heads, K/V heads and their size."""
 EXTENDS = (
     *((0, 1), (0, 5), (130, 1), (7, 3), (127, 2), (60, 70), (0, 140), (300, 1), (255, 130), (129, 2), (20, 1)),
