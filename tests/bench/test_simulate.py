@@ -90,10 +90,13 @@ def test_two_requests_by_hand() -> None:
 def test_what_each_coefficient_counts() -> None:
     """Positions 0..3 of one sequence and 9 of another: 5 tokens that read 4 and 10 positions, 1, 2, 3, 4 and 10 of
     them each."""
-    for name, wanted in {"step": 1, "token": 5, "sequence": 2, "position": 14, "pair": 20, "request": 0}.items():
+    for name, wanted in {
+        **{"step": 1, "prompts": 1, "token": 5, "sequence": 2},
+        **{"position": 14, "pair": 20, "request": 0},
+    }.items():
         seconds = Coefficients(**{"step": 0.0, "token": 0.0} | {name: 1.0})
         assert Costs(max_seq_len=9, cache_tokens=9, seconds=seconds).of([0, 9], [4, 1]) == wanted
-        alone = {"step": 1, "token": 2, "sequence": 2, "position": 11, "pair": 11, "request": 0}[name]
+        alone = {"step": 1, "prompts": 0, "token": 2, "sequence": 2, "position": 11, "pair": 11, "request": 0}[name]
         assert Costs(max_seq_len=9, cache_tokens=9, seconds=seconds).of([0, 9], [1, 1]) == alone
 
 
@@ -247,7 +250,7 @@ def passes(seconds: Coefficients, count: int = 200) -> list[tuple[Sequence[int],
 
 
 def test_a_fit_finds_what_passes_were_made_of() -> None:
-    true = Coefficients(step=2e-3, token=3e-5, sequence=1e-4, position=2e-7, pair=5e-9)
+    true = Coefficients(step=2e-3, prompts=1e-3, token=3e-5, sequence=1e-4, position=2e-7, pair=5e-9)
     found, error = fit(passes(true))
     assert [*found.model_dump().values()] == pytest.approx([*true.model_dump().values()], rel=1e-6)
     assert error < 1e-9

@@ -31,6 +31,8 @@ class Coefficients(BaseModel, extra="forbid", frozen=True):
     """A request, before it reaches the engine. Others wait meanwhile."""
     step: Seconds
     """A pass, whatever is in it."""
+    prompts: Seconds = 0.0
+    """A pass that computes more than one token of any sequence; the others may be recorded, and cost less."""
     token: Seconds
     """A token that a pass computes."""
     sequence: Seconds = 0.0
@@ -63,9 +65,8 @@ class Costs(BaseModel, extra="forbid", frozen=True):
         sequences, tokens = len(lens), sum(lens)
         each, positions = self.seconds, sum(starts) + tokens
         pairs = positions if tokens == sequences else count_pairs(starts, lens)
-        return (
-            each.step + each.token * tokens + each.sequence * sequences + each.position * positions + each.pair * pairs
-        )
+        fixed = each.step + each.prompts * (tokens > sequences)
+        return fixed + each.token * tokens + each.sequence * sequences + each.position * positions + each.pair * pairs
 
     @classmethod
     def read(cls, path: str) -> Costs:
@@ -113,7 +114,8 @@ def fit(passes: Sequence[tuple[Sequence[int], Sequence[int], float]]) -> tuple[C
     Least squares with no coefficient below 0, weighted by 1 / expected seconds, then scaled to the time of all
     passes."""
     features = [
-        (1, sum(lens), len(lens), sum(starts) + sum(lens), count_pairs(starts, lens)) for starts, lens, _ in passes
+        (1, sum(lens) > len(lens), sum(lens), len(lens), sum(starts) + sum(lens), count_pairs(starts, lens))
+        for starts, lens, _ in passes
     ]
     x_PC, y_P = np.array(features, dtype=np.float64), np.array([seconds for *_, seconds in passes])
     expected_P, usual_P = y_P, np.ones(len(y_P), dtype=bool)
@@ -125,7 +127,7 @@ def fit(passes: Sequence[tuple[Sequence[int], Sequence[int], float]]) -> tuple[C
         usual_P = y_P < UNUSUAL * expected_P
     # Passes that were interrupted say nothing about the form, but their time passes nevertheless.
     coefficients_C *= y_P.sum() / expected_P.sum()
-    names = ("step", "token", "sequence", "position", "pair")
+    names = ("step", "prompts", "token", "sequence", "position", "pair")
     error = float(np.median(np.abs(x_PC @ coefficients_C - y_P) / y_P))
     return Coefficients(**dict(zip(names, coefficients_C.tolist(), strict=True))), error
 
