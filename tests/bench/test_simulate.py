@@ -91,8 +91,13 @@ def test_what_each_coefficient_counts() -> None:
     """Positions 0..3 of one sequence and 9 of another: 5 tokens that read 4 and 10 positions, 1, 2, 3, 4 and 10 of
     them each."""
     for name, wanted in {
-        **{"step": 1, "prompts": 1, "token": 5, "sequence": 2},
-        **{"position": 14, "pair": 20, "request": 0},
+        "step": 1,
+        "prompts": 1,
+        "token": 5,
+        "sequence": 2,
+        "position": 14,
+        "pair": 20,
+        "request": 0,
     }.items():
         seconds = Coefficients(**{"step": 0.0, "token": 0.0} | {name: 1.0})
         assert Costs(max_seq_len=9, cache_tokens=9, seconds=seconds).of([0, 9], [4, 1]) == wanted
