@@ -78,12 +78,12 @@ def _cpu_seconds(pids: set[int]) -> float | None:
 
 def _packages(powercap: Path) -> dict[Path, float]:
     """What the counters of whole processors show, if all can be read. Some systems have the same one in two places."""
-    zones = {name: zone for zone in sorted(powercap.glob("*"), reverse=True) if (name := _name(zone))}
-    found = {zone: zone / "energy_uj" for name, zone in zones.items() if name.startswith("package")}
+    zones = sorted(powercap.glob("*"), reverse=True)
+    packages = {name: zone for zone in zones if (name := _name(zone)).startswith("package")}
     try:
-        for zone in found:
+        for zone in packages.values():
             _joules(zone / "max_energy_range_uj")
-        return {zone: _joules(file) for zone, file in found.items()}
+        return {zone: _joules(zone / "energy_uj") for zone in packages.values()}
     except (OSError, ValueError):
         return {}
 

@@ -57,9 +57,10 @@ class Answers:
         end = self._at + len(tokens)
         self._tokens[self._at : end] = tokens
         self._tokens[end : end + 1] = NOTHING
+        followed = tokens[:-1].astype(np.uint64)  # the last n-gram has nothing behind it
         for size, table in self._tables.items():
-            if len(tokens) > size:  # the last n-gram has nothing behind it
-                keys = _keys(tokens[:-1].astype(np.uint64), size)
+            if len(followed) >= size:
+                keys = _keys(followed, size)
                 # Of the same n-gram, the last one stays; if numpy ever chose another, that would be right, too.
                 table[keys >> np.uint64(64 - self._bits)] = np.arange(self._at + size, end)
         self._at = end + 1
