@@ -35,7 +35,7 @@ LEVELS: dict[str, dict[str, list[str]]] = {
         "avx512": AVX512,
         "avx512_vnni": VNNI,
         "avx512_bf16": BF16,
-        "amx": [*BF16, "-mamx-tile", "-mamx-bf16"],
+        "amx": [*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
     },
     "aarch64": {"bf16": ["-march=armv8.2-a+bf16+i8mm"]},
 }

@@ -184,6 +184,34 @@ def test_weights_are_quantized_to_the_same_bits(
         assert not torch.isfinite(kernels.quantize(spoiled, bits).scales_NG[0, 0])
 
 
+@pytest.mark.parametrize(
+    ("kind", "group", "groups"),
+    [
+        ((8, "symmetric"), 32, 13),
+        ((8, "minimum"), 12, 9),
+        ((8, "symmetric"), 128, 3),
+        ((8, "symmetric"), 68, 2),
+        ((4, "table"), 32, 13),
+        ((4, "minimum"), 64, 7),
+        ((4, "symmetric"), 256, 2),
+    ],
+    ids=str,
+)
+def test_any_number_of_rows_has_the_same_bits(kind: tuple[int, str], group: int, groups: int) -> None:
+    """Levels with tiles multiply some rows by these and others by vectors."""
+    weight = grouped(70, groups, group, *kind, torch.float16, torch.bfloat16)
+    weight, x = replace(weight, int8_activations=True), random(100, groups * group, dtype=torch.bfloat16)
+    lowest, *others = LEVELS.values()
+    expected = lowest.linear(x, lowest.pack(weight))
+    assert torch.linalg.norm(expected.double() - rounded(x, weight.activation_group) @ meaning(weight).T) < 3e-3 * (
+        torch.linalg.norm(expected.double())
+    )
+    for kernels in others:
+        packed = kernels.pack(weight)
+        for rows in (100, 6, 7, 15, 16, 17, 23, 24, 25, 31, 32, 33, 39, 40, 41):
+            assert torch.equal(kernels.linear(x[-rows:], packed), expected[-rows:])
+
+
 def test_many_rows_on_two_threads() -> None:
     torch.set_num_threads(2)
     try:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.attention import Scene, random, spec
 import infer_kernels_cpu
 from infer import LLM
 from infer.commands.cli import main
+from infer.contracts.attention import AttentionSpec, KVDtype
 from infer.contracts.kernels import KernelsRegistration
 from infer_kernels_cpu import native
 from infer_kernels_cpu.memory import SMALL, Buffers
@@ -264,3 +266,50 @@ def test_segments_are_shared_out_and_merged_alike(dtype: torch.dtype) -> None:
             assert torch.equal(split.attend(), expected[:1])
         finally:
             torch.set_num_threads(1)
+
+
+def alone(together: Scene, sequence: int, first: int, count: int) -> Scene:
+    """The scene's queries [first, first + count) of a sequence, without company."""
+    start = together.extends[sequence][0] + first
+    end = start + count
+    scene = replace(together, extends=[(start, count)])
+    scene.k, scene.v = [together.k[sequence][:end]], [together.v[sequence][:end]]
+    scene.q = [together.q[sequence][first : first + count]]
+    return scene
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("block_size", [16, 24, 8])
+@pytest.mark.parametrize(
+    "where",
+    [
+        spec(2, 2, 64),
+        spec(8, 8, 32, window=100),
+        spec(8, 2, 128, cap=0.7, sinks=(0.5, -1)),
+        spec(16, 1, 96),
+        spec(17, 1, 48),
+    ],
+    ids=["64", "window", "capped", "16 rows", "17 rows"],
+)
+def test_few_rows_have_the_bits_of_many(where: AttentionSpec, block_size: int, kv_dtype: KVDtype) -> None:
+    """Some levels multiply few rows by keys and values as they lie in the cache. Steps begin at multiples of 128."""
+    few = [(126, 5), (127, 2), (127, 3), (250, 1), (383, 4)]
+    many = [(0, 140), (120, 33), (500, 18)]
+    for level in native.levels():
+        kernels = CpuKernels(level)
+        together = Scene(where, few + many, block_size, torch.bfloat16, kernels=kernels, kv_dtype=kv_dtype)
+        found = together.attend()
+        torch.testing.assert_close(found.double(), together.attend64(), rtol=3e-2, atol=3e-2)
+        assert torch.equal(replace(together, extends=few).attend(), found[:15])
+        for sequence, first in ((5, 15), (6, 155), (7, 188)):
+            for row in (0, 7, 17):
+                one = alone(together, sequence, row, 1).attend()
+                assert torch.equal(one[0], found[first + row])
+
+
+def test_more_heads_than_a_tile_has_rows() -> None:
+    for level in native.levels():
+        together = Scene(spec(300, 1, 32), [(120, 12)], 16, torch.bfloat16, kernels=CpuKernels(level))
+        found = together.attend()
+        torch.testing.assert_close(found.double(), together.attend64(), rtol=3e-2, atol=3e-2)
+        assert torch.equal(alone(together, 0, 9, 1).attend()[0], found[9])

@@ -11,7 +11,7 @@ namespace infer {
 #if defined(__AMX_BF16__)
 
 constexpr int TILE = 16;  // rows of a tile register, and words of each
-constexpr int64_t PANEL_BYTES = 4 * PANEL;
+constexpr int64_t TILE_BYTES = 4 * TILE, PANEL_BYTES = 4 * PANEL;  // of a row
 static_assert(PANEL == 4 * TILE && LANES == TILE);
 
 // Which rows and bytes of each tile register are used.
@@ -42,8 +42,8 @@ struct Tiles {
     ~Tiles() { asm volatile("tilerelease"); }
 
     // Changing them clears the registers.
-    void shape(int R, int64_t rows, int64_t wide) {
-        if (rows != count || wide != words) TileShapes(R, int(rows), int(wide)).load();
+    void shape(int64_t rows, int64_t wide) {
+        if (rows != count || wide != words) TileShapes(rows > TILE ? 2 : 1, int(rows), int(wide)).load();
         count = rows, words = wide;
     }
 };
@@ -69,6 +69,15 @@ inline void multiply_tiles() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
 }
 
+// SUM += A . B in integers, where words consist of four bytes: A's are signed, and B's, too, if SIGNED.
+template <int SUM, int A, int B, bool SIGNED>
+inline void multiply_bytes() {
+    if constexpr (SIGNED)
+        asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+    else
+        asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+}
+
 // Calls f<r, c>() for R rows of tiles of sums, which registers 0 to 3 hold.
 template <int R, class F>
 inline void over_sums(F f) {
@@ -90,35 +99,40 @@ inline void add_products(const bf16* a, int64_t stride, const uint32_t* w) {
     });
 }
 
-// Adds the products of rows at ``a`` with ``steps`` steps of a panel to ``sums`` [rows][PANEL], which hold nothing yet if
-// they ``begin`` here. If these are the ``last`` steps, each row's sums then go to end(row, sums). ``ahead`` is that of
-// ``tiles`` in matmul.hpp; many rows leave the hardware enough time to prefetch. A product's sums begin anew every TILE
-// steps and are then added to the row's, so that the chain of a row depends on K only.
-template <class Ahead, class End>
+// How often ``amx_products`` calls ``fetch``.
+inline int64_t amx_calls(int64_t rows, int64_t steps) {
+    int64_t passes = rows <= TILE ? 1 : rows / (2 * TILE) * 2 + (rows % (2 * TILE) > TILE ? 2 : rows % (2 * TILE) > 0);
+    return passes * ((steps + TILE - 1) / TILE);
+}
+
+// Adds the products of rows at ``a`` with ``steps`` steps of a panel to ``sums``, whose rows are ``stride`` apart, and
+// which hold nothing yet if they ``begin`` here. If these are the ``last`` steps, each row's sums then go to
+// end(row, sums). Calls fetch() as often as ``amx_calls`` says. A product's sums begin anew every TILE steps and are
+// then added to the row's, so that the chain of a row depends on K only.
+template <class Fetch, class End>
 void amx_products(Tiles& registers, const bf16* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_t steps, bool begin,
-                  bool last, float (*sums)[PANEL], Ahead&& ahead, End end) {
+                  bool last, float* sums, int64_t stride, Fetch&& fetch, End end) {
     auto add = [&]<int R>(int64_t m, int64_t first, int64_t until, int words) {
         constexpr int C = VECTORS / R;
-        int64_t count = std::min<int64_t>(R * TILE, rows - m);
-        registers.shape(R, count, words);
+        int64_t count = std::min<int64_t>(R * TILE, rows - m), bytes = stride * int64_t(sizeof(float));
+        registers.shape(count, words);
         for (int64_t column = 0; column < PANEL; column += C * TILE) {
-            auto at = [&](int r, int c) { return &sums[m + r * TILE][column + c * TILE]; };
+            auto at = [&](int r, int c) { return sums + (m + r * TILE) * stride + column + c * TILE; };
             over_sums<R>([&]<int r, int c>() {
                 if (begin && first == 0)
                     zero_tile<r * C + c>();
                 else
-                    load_tile<r * C + c>(at(r, c), PANEL_BYTES);
+                    load_tile<r * C + c>(at(r, c), bytes);
             });
-            auto fetch = ahead(m);
             for (int64_t s = first; s < until; s += words) {
-                for (int64_t i = 0; R == 1 && i < words; i++) fetch(s + i);
+                fetch();
                 add_products<R>(a + m * stride_a + s * STEP<bf16>, stride_a, w + s * PANEL + column);
             }
-            over_sums<R>([&]<int r, int c>() { store_tile<r * C + c>(at(r, c), PANEL_BYTES); });
+            over_sums<R>([&]<int r, int c>() { store_tile<r * C + c>(at(r, c), bytes); });
         }
         for (int64_t i = m; last && until == steps && i < m + count; i++) {
             vf row[VECTORS];
-            for (int j = 0; j < VECTORS; j++) row[j] = load(sums[i] + j * LANES);
+            for (int j = 0; j < VECTORS; j++) row[j] = load(sums + i * stride + j * LANES);
             end(i, row);
         }
     };
@@ -132,24 +146,10 @@ void amx_products(Tiles& registers, const bf16* a, int64_t stride_a, int64_t row
     if (whole < steps) add_all(whole, steps, int(steps - whole));
 }
 
-// As ``tiles`` in matmul.hpp.
-template <class Begin, class End, class Ahead>
-void amx_tiles(const bf16* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_t steps, Begin begin, End end,
-               Ahead&& ahead) {
-    alignas(64) float sums[2 * TILE][PANEL];
-    Tiles registers;
-    for (int64_t m = 0, count; m < rows; m += count) {
-        count = std::min<int64_t>(2 * TILE, rows - m);
-        for (int64_t i = 0; i < count; i++)
-            for (int j = 0; j < VECTORS; j++) store(sums[i] + j * LANES, begin(m + i, j));
-        amx_products(registers, a + m * stride_a, stride_a, count, w, steps, false, true, sums,
-                     [&](int64_t) { return ahead(m); }, [&](int64_t i, const vf(&row)[VECTORS]) { end(m + i, row); });
-    }
-}
-
 #else
 constexpr int TILE = 0;
 struct Tiles {};
+inline int64_t amx_calls(int64_t, int64_t) { return 1; }
 #endif
 
 }  // namespace infer

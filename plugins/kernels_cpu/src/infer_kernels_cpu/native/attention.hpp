@@ -15,11 +15,19 @@ namespace infer {
 
 constexpr int64_t KEYS = 128;
 constexpr int64_t SEGMENT = 512;
-constexpr int64_t TILE_ROWS = 96;
-constexpr int64_t BAND = 4 * ROWS;  // rows for which scores are computed up to the last key that any of them sees
+constexpr int64_t STEP_BYTES = 1 << 18;  // of K that a task prefetches for a step, and as much of V
+// Rows of a tile: with AMX, many share the packed keys and values, unless threads would be idle.
+template <class T>
+constexpr int64_t TILE_ROWS = AMX<T> ? 256 : 96;
+template <class T>
+constexpr int64_t LEAST_ROWS = AMX<T> ? 64 : 96;
+// Rows for which scores are computed up to the last key that any of them sees.
+template <class T>
+constexpr int64_t BAND = AMX<T> ? 2 * TILE : 4 * ROWS;
+static_assert(KEYS % PANEL == 0 && SEGMENT % KEYS == 0);
+static_assert(TILE_ROWS<bf16> % BAND<bf16> == 0 && TILE_ROWS<float> % BAND<float> == 0);
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr float LOWEST = -1e38f;  // the start of running maxima; finite, so that the difference of two is 0, not NaN
-static_assert(KEYS % PANEL == 0 && SEGMENT % KEYS == 0 && TILE_ROWS % BAND == 0);
 
 template <int HALF>
 inline void exchange(vu (&x)[LANES]) {
@@ -145,7 +153,6 @@ struct Attention {
     };
 
     int64_t group() const { return H / K; }
-    int64_t tile_rows() const { return std::max(TILE_ROWS, group()); }
     int64_t width() const { return steps_of<T>(E) * STEP<T>; }
     int64_t columns() const { return panels_of(E) * PANEL; }
     int64_t first_key(const Queries& t) const { return window ? std::max<int64_t>(0, t.position - window + 1) : 0; }
@@ -173,21 +180,26 @@ struct Attention {
         }
     }
 
-    // Prefetches a head's rows of K or V, a few at a time: a core can wait for few cache lines at once, so that memory
-    // would be idle between bursts.
+    // Prefetches neighboring heads' rows of K or V, a few cache lines at a time: a core can wait for few at once, so that
+    // memory would be idle between bursts.
     struct Ahead {
         const S* head;
         const Places& places;
-        int64_t E, next = 0;
+        int64_t E, heads;
+        int64_t row = 0, line = 0;
 
-        void until(int64_t end) {
-            for (end = std::min(end, places.count); next < end; next++)
-                for (int64_t e = 0; e < E; e += 64 / int64_t(sizeof(S)))
-                    __builtin_prefetch(head + places.at[next] * E + e, 0, 2);
+        static int64_t lines_of(int64_t elements) { return (elements * int64_t(sizeof(S)) + 63) / 64; }
+        int64_t lines() const { return lines_of(E); }  // of one head's row
+        void fetch(int64_t count) {
+            for (int64_t each = lines_of(E * heads); count > 0 && row < places.count; count--) {
+                __builtin_prefetch(head + places.at[row] * E + line * 64 / int64_t(sizeof(S)), 0, 2);
+                if (++line == each) line = 0, row++;
+            }
         }
-        // While tiles are computed, fetches a row in every other step.
+        void finish() { fetch(KEYS * lines_of(E * heads)); }
+        // While tiles are computed, fetches a head's row in every other step.
         auto operator()(int64_t) {
-            return [this](int64_t step) { until(next + step % 2); };
+            return [this, each = lines()](int64_t step) { fetch(step % 2 * each); };
         }
     };
 
@@ -203,7 +215,7 @@ struct Attention {
         for (int64_t n = 0; n < places.count; n += LANES) {
             const S* rows[LANES];
             for (int64_t i = 0; i < LANES; i++) rows[i] = keys + places.at[n + i] * E;
-            ahead.until((n + LANES) / 2);
+            ahead.fetch(LANES / 2 * ahead.lines());
             uint32_t* to = packed + n / PANEL * steps * PANEL + n % PANEL;
             int64_t e = 0;
             for (; e + LANES * SHARING<S> <= E; e += LANES * SHARING<S>) {
@@ -229,98 +241,117 @@ struct Attention {
         int64_t steps = steps_of<T>(KEYS), used = steps_of<T>(places.count);
         for (int64_t s = 0; s < used; s++) {
             const S *low = values + places.at[s * STEP<T>] * E, *high = values + places.at[s * STEP<T> + STEP<T> - 1] * E;
-            ahead.until((s + 1) * STEP<T> / 2);
-            over_vectors(E, [&](int64_t e, int n) {
-                uint32_t* to = packed + (e / PANEL * steps + s) * PANEL + e % PANEL;
+            if (s * STEP<T> % 2 == 0) ahead.fetch(ahead.lines());  // in other words, half as many rows
+            auto at = [=](int64_t e) { return packed + (e / PANEL * steps + s) * PANEL + e % PANEL; };
+            int64_t e = 0;
+            if constexpr (!QUANTIZED)
+                for (; e + 2 * LANES <= E; e += 2 * LANES) {
+                    vu both[2];
+                    many_words(low + e, high + e, both);
+                    store_as(at(e), both[0]);
+                    store_as(at(e + LANES), both[1]);
+                }
+            over_vectors(E - e, [&](int64_t i, int n) {
                 if (n == LANES) {
-                    store_as(to, words<T>(low + e, high + e));
+                    store_as(at(e + i), words<T>(low + e + i, high + e + i));
                 } else {
                     S ends[2][LANES] = {};
-                    std::memcpy(ends[0], low + e, n * sizeof(S));
-                    std::memcpy(ends[1], high + e, n * sizeof(S));
-                    store_as(to, words<T>(ends[0], ends[1]));
+                    std::memcpy(ends[0], low + e + i, n * sizeof(S));
+                    std::memcpy(ends[1], high + e + i, n * sizeof(S));
+                    store_as(at(e + i), words<T>(ends[0], ends[1]));
                 }
             });
         }
     }
 
-    // One step of keys for the rows that see some of them. Their values are prefetched while the keys are used, and then
-    // the keys of head ``then`` at ``next``, which come after these.
-    void step(const Queries& t, int64_t key, const Places& places, int64_t head, const Factor<T>* queries, const Found& f,
-              const Places& next, int64_t then) const {
-        int64_t G = group(), count = places.count;
+    // One step of keys of heads [first, stop) for the rows that see some of them. Values are prefetched while the keys are
+    // used, and then the keys at ``next``, which come after these.
+    void step(const Queries& t, int64_t key, const Places& places, int64_t first, int64_t stop, const Factor<T>* queries,
+              const Found& f, const Places& next) const {
+        int64_t G = group(), count = places.count, heads = stop - first, of_head = t.count * G;
         // The first queries may see none of these keys because of causality, and the last ones because of the window.
         int64_t begin = std::max<int64_t>(0, key - t.position) * G, end = t.count * G;
         if (window) end = std::min(end, (key + count - 1 + window - t.position) * G);
         if (begin >= end) return;
         int64_t e_steps = steps_of<T>(E), k_steps = steps_of<T>(KEYS), rows = end - begin;
         auto* packed = scratch<uint32_t, struct PackedStep>(std::max(KEYS * e_steps, columns() * k_steps));
-        auto* scores = scratch<float, struct Scores>(tile_rows() * KEYS);
-        auto* weights = scratch<Factor<T>, struct Weights>(tile_rows() * KEYS);
+        auto* scores = scratch<float, struct Scores>(rows * KEYS);
+        auto* all_weights = scratch<Factor<T>, struct Weights>(heads * rows * KEYS);
         float units = scale * LOG2E, *factors = scratch<float, struct Factors>(KEYS);
-        if constexpr (QUANTIZED) gather_scales(places, k_scales + head, units, factors);
-        auto factor = [=](int64_t n) { return QUANTIZED ? load(factors + n) : splat(units); };
-        Ahead values{v + head * E, places, E}, keys{k + then * E, next, E};
+        float* value_factors = scratch<float, struct ValueFactors>(KEYS);
+        std::fill_n(factors, KEYS, units);
+        Ahead values{v + first * E, places, E, heads}, keys{k + first * E, next, E, heads};
         // Among these keys, the index of the last one that each row sees, and how many the row's band sees.
-        auto *last = scratch<int64_t, struct Last>(tile_rows()), *seen = scratch<int64_t, struct Seen>(tile_rows());
+        auto *last = scratch<int64_t, struct Last>(rows), *seen = scratch<int64_t, struct Seen>(rows);
         for (int64_t r = 0; r < rows; r += G) std::fill_n(last + r, G, t.position + (begin + r) / G - key);
-        for (int64_t r = 0; r < rows; r += BAND) {
-            int64_t n = std::min(BAND, rows - r);
+        for (int64_t r = 0; r < rows; r += BAND<T>) {
+            int64_t n = std::min(BAND<T>, rows - r);
             std::fill_n(seen + r, n, std::min(count, last[r + n - 1] + 1));
         }
-        bool few = direct(rows);
-        if constexpr (DIRECT)
-            if (few)
-                in_tiles<ROWS, ROWS>(rows, [&]<int R>(int64_t) {
-                    few_scores<R>(places, k + head * E, queries + begin * width(), scores, factor, values);
-                });
-        if (!few) pack_keys(places, k + head * E, packed, values);
-        for (int64_t n = 0; n < count && !few; n += PANEL) {
-            int64_t r = std::min(rows, std::max<int64_t>(0, key + n - t.position) * G - begin);
-            r = std::max<int64_t>(0, r) / BAND * BAND;  // the first band of which a row sees some key of the panel
-            float* to = scores + r * KEYS + n;
-            tiles<T>(
-                queries + (begin + r) * width(), width(), rows - r, packed + n * e_steps, e_steps,
-                [](int64_t, int) { return vf{}; },
-                one_by_one([=](int64_t m, int j, vf sum) { store(to + m * KEYS + j * LANES, sum * factor(n + j * LANES)); }),
-                values);
-        }
-        if constexpr (QUANTIZED) gather_scales(places, v_scales + head, 1, factors);
-        softmax(last, seen, rows, scores, factors, weights, part(f, begin));
-        values.until(KEYS);
-        if constexpr (DIRECT)
-            if (few)
-                in_tiles<ROWS, ROWS>(rows, [&]<int R>(int64_t) {
-                    float* acc = f.acc + begin * columns();
-                    few_values<R>(places, v + head * E, weights, steps_of<T>(seen[0]), acc, keys);
-                });
-        if (!few) pack_values(places, v + head * E, packed, keys);
-        for (int64_t e = 0, stride = columns(); e < stride && !few; e += PANEL)
-            for (int64_t r = 0, next; r < rows; r = next) {
-                for (next = r; next < rows && seen[next] == seen[r];) next++;
-                float* acc = f.acc + (begin + r) * stride + e;
-                tiles<T>(
-                    weights + r * KEYS, KEYS, next - r, packed + e * k_steps, steps_of<T>(seen[r]),
-                    [=](int64_t m, int j) { return load(acc + m * stride + j * LANES); },
-                    one_by_one([=](int64_t m, int j, vf sum) { store(acc + m * stride + j * LANES, sum); }), keys);
+        [[maybe_unused]] Tiles registers;
+        bool direct = few(rows);
+        auto weights_of = [=](int64_t head) { return all_weights + (head - first) * rows * KEYS; };
+        auto found_of = [&](int64_t head) { return part(f, (head - first) * of_head + begin); };
+        for (int64_t head = first; head < stop; head++) {
+            const Factor<T>* own = queries + ((head - first) * of_head + begin) * width();
+            if (direct)
+                few_scores(registers, places, k + head * E, own, rows, scores, values);
+            else
+                pack_keys(places, k + head * E, packed, values);
+            if constexpr (QUANTIZED) {
+                gather_scales(places, k_scales + head, units, factors);
+                gather_scales(places, v_scales + head, 1, value_factors);
             }
-        keys.until(KEYS);
+            for (int64_t n = 0; n < count && !direct; n += PANEL) {
+                int64_t r = std::min(rows, std::max<int64_t>(0, key + n - t.position) * G - begin);
+                r = std::max<int64_t>(0, r) / BAND<T> * BAND<T>;  // the first band of which a row sees some key of the panel
+                row_products<T>(registers, own + r * width(), width(), rows - r, packed + n * e_steps, e_steps, true,
+                                scores + r * KEYS + n, KEYS, values);
+            }
+            softmax(last, seen, rows, scores, factors, value_factors, weights_of(head), found_of(head));
+        }
+        values.finish();
+        for (int64_t head = first; head < stop; head++) {
+            const Factor<T>* weights = weights_of(head);
+            float* acc = found_of(head).acc;
+            if constexpr (DIRECT)
+                if (direct) {
+                    in_tiles<ROWS, ROWS>(rows, [&]<int R>(int64_t) {
+                        few_values<R>(places, v + head * E, weights, steps_of<T>(seen[0]), acc, keys);
+                    });
+                    continue;
+                }
+            pack_values(places, v + head * E, packed, keys);
+            for (int64_t e = 0, stride = columns(); e < stride; e += PANEL)
+                for (int64_t r = 0, behind; r < rows; r = behind) {
+                    for (behind = r; behind < rows && seen[behind] == seen[r];) behind++;
+                    row_products<T>(registers, weights + r * KEYS, KEYS, behind - r, packed + e * k_steps,
+                                    steps_of<T>(seen[r]), false, acc + r * stride + e, stride, keys);
+                }
+        }
+        keys.finish();
     }
 
-    // Turns scores, as logarithms to base 2, into weights of the values as they are stored, whose scales are
-    // ``factors`` if they are quantized, and scales the rows' earlier sums to their new maxima.
+    // Turns products of queries and keys, which ``factors`` make logarithms to base 2, into weights of the values as they
+    // are stored, whose scales are ``value_factors`` if they are quantized, and scales the rows' earlier sums to their new
+    // maxima.
     // last[row] is the last key that a row sees, seen[row] how many scores have been computed for it. Going through
     // all rows three times is faster than going row by row, where every maximum and every sum would have to be awaited.
     void softmax(const int64_t* last, const int64_t* seen, int64_t rows, float* scores, const float* factors,
-                 Factor<T>* weights, const Found& f) const {
-        auto* now = scratch<float, struct Now>(tile_rows());
-        auto* decay = scratch<float, struct Decay>(tile_rows() + LANES);
+                 const float* value_factors, Factor<T>* weights, const Found& f) const {
+        auto* now = scratch<float, struct Now>(rows);
+        auto* decay = scratch<float, struct Decay>(rows + LANES);
         for (int64_t r = 0; r < rows; r++) {
             float* row = scores + r * KEYS;
             int64_t count = seen[r];
-            hide(last[r], count, row);
-            vf top = load(row);
-            for (int64_t n = LANES; n < count; n += LANES) top = maximum(top, load(row + n));
+            bool some = hides(last[r], count);
+            vf top = splat(-INFINITY);
+            for (int64_t n = 0; n < count; n += LANES) {
+                vf score = load(row + n) * load(factors + n);
+                if (some) score = hide(last[r], count, n, score);
+                store(row + n, score);
+                top = maximum(top, score);
+            }
             now[r] = std::max(f.top[r], highest(top));
             decay[r] = f.top[r] - now[r];
             f.top[r] = now[r];
@@ -332,7 +363,7 @@ struct Attention {
             for (int64_t n = 0; n < count; n += LANES) {
                 vf w = exp2(load(scores + r * KEYS + n) - top);
                 total += w;
-                if constexpr (QUANTIZED) w *= load(factors + n);
+                if constexpr (QUANTIZED) w *= load(value_factors + n);
                 store(weights + r * KEYS + n, CONVERTS<T> ? rounded<T>(w) : w);
             }
             f.total[r] = f.total[r] * decay[r] + sum(total);
@@ -342,29 +373,101 @@ struct Attention {
                 for (int64_t e = 0; e < columns(); e += LANES) store(acc + e, load(acc + e) * decay[r]);
     }
 
-    // Applies the soft cap, and masks the keys that a row does not see whose last key is ``last``.
-    void hide(int64_t last, int64_t count, float* row) const {
-        if (soft_cap == 0 && last >= count - 1 && count % LANES == 0 && (!window || last < window)) return;
-        vi lane = lanes_from([](int i) { return i; });
+    // Whether a soft cap or a mask changes any of the first ``count`` scores of a row whose last key is ``last``.
+    bool hides(int64_t last, int64_t count) const {
+        return soft_cap != 0 || last < count - 1 || count % LANES || (window && last >= window);
+    }
+
+    // Applies the soft cap to the scores of keys from ``n`` on, and masks those that the row does not see.
+    vf hide(int64_t last, int64_t count, int64_t n, vf score) const {
+        if (soft_cap != 0) score = soft_cap * LOG2E * tanh(score / (soft_cap * LOG2E));
         int32_t end = int32_t(std::min(last, count - 1));
         int32_t before = window ? int32_t(std::max<int64_t>(last - window, -1)) : -1;
-        for (int64_t n = 0; n < count; n += LANES) {
-            vf s = load(row + n);
-            if (soft_cap != 0) s = soft_cap * LOG2E * tanh(s / (soft_cap * LOG2E));
-            vi at = lane + int32_t(n), hidden = (at > end) | (at <= before);
-            store(row + n, hidden ? splat(-INFINITY) : s);
+        vi at = lanes_from([](int i) { return i; }) + int32_t(n), hidden = (at > end) | (at <= before);
+        return hidden ? splat(-INFINITY) : score;
+    }
+
+    // Whether so few rows are multiplied by keys as they lie in the cache. Packing these would take longer.
+    bool few(int64_t rows) const {
+        if constexpr (AMX<T>)
+            return rows <= TILE && E % (TILE * STEP<T>) == 0;
+        else
+            return DIRECT && rows <= ROWS && E % (2 * LANES * STEP<T>) == 0;
+    }
+    // Whether few rows are multiplied so by values, too.
+    static constexpr bool DIRECT = !QUANTIZED && !CONVERTS<T> && !AMX<T>;
+
+    // The products of few rows and keys, to scores[row][key]: the bits of a tile with packed keys. Prefetches as many rows
+    // as there are keys.
+    void few_scores([[maybe_unused]] Tiles& registers, const Places& places, const S* keys, const Factor<T>* queries,
+                    int64_t rows, float* scores, Ahead& ahead) const {
+        if constexpr (AMX<T>)
+            tile_scores(registers, places, keys, queries, rows, scores, ahead);
+        else if constexpr (DIRECT)
+            in_tiles<ROWS, ROWS>(rows, [&]<int R>(int64_t) { register_scores<R>(places, keys, queries, scores, ahead); });
+    }
+
+#if defined(__AMX_BF16__)
+    // By tiles of keys, whose products with the rows are transposed: the terms of a sum and their order are the same.
+    void tile_scores(Tiles& registers, const Places& places, const S* keys, const T* queries, int64_t rows, float* scores,
+                     Ahead& ahead) const {
+        constexpr int64_t BLOCK = TILE * STEP<T>;
+        uint32_t* asked = scratch<uint32_t, struct Asked>(E / STEP<T> * TILE);  // the queries as columns
+        std::memset(asked, 0, E / STEP<T> * TILE * sizeof *asked);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t s = 0; s < E / STEP<T>; s++)
+                asked[s * TILE + r] = load_as<uint32_t>(queries + r * width() + s * STEP<T>);
+        T* copy = scratch<T, struct CopiedKeys>(VECTORS * TILE * E);
+        alignas(64) float found[VECTORS][TILE][LANES];
+        registers.shape(TILE, TILE);  // all registers are whole
+        for (int64_t n = 0; n < places.count; n += VECTORS * TILE) {
+            const T* from[VECTORS];
+            int64_t stride[VECTORS];
+            for (int j = 0; j < VECTORS; j++) {
+                int64_t at = n + j * TILE;
+                bool whole = at + TILE <= places.count && block_size % TILE == 0;  // then these follow one another
+                stride[j] = whole && !QUANTIZED ? K * E : E;
+                from[j] = copy + j * TILE * E;
+                if constexpr (!QUANTIZED)
+                    if (whole) from[j] = keys + places.at[at] * E;
+                for (int64_t i = at; i < at + TILE && (QUANTIZED || !whole) && at < places.count; i++)
+                    copy_key(keys + places.at[i] * E, copy + (i - n) * E);
+            }
+            over_sums<1>([&]<int, int J>() {
+                constexpr int ROWS_AT = VECTORS + J % 2, COLUMNS_AT = VECTORS + 2 + J % 2;
+                if (n + J * TILE >= places.count) return;
+                zero_tile<J>();
+                for (int64_t e = 0; e < E; e += BLOCK) {
+                    load_tile<ROWS_AT>(from[J] + e, stride[J] * int64_t(sizeof(T)));
+                    load_tile<COLUMNS_AT>(asked + e / STEP<T> * TILE, TILE_BYTES);
+                    multiply_tiles<J, ROWS_AT, COLUMNS_AT>();
+                }
+                ahead.fetch(TILE * ahead.lines());
+            });
+            over_sums<1>([&]<int, int J>() { store_tile<J>(found[J], TILE_BYTES); });
+            for (int j = 0; j < VECTORS && n + j * TILE < places.count; j++) {
+                vu by_row[LANES];
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; i++) by_row[i] = load_as<vu>(found[j][i]);
+                transpose(by_row);
+#pragma GCC unroll 16
+                for (int r = 0; r < LANES; r++)
+                    if (r < rows) store_as(scores + r * KEYS + n + j * LANES, by_row[r]);
+            }
         }
     }
 
-    // Whether so few rows are multiplied by keys and values as they lie in the cache. Packing these would take longer.
-    static constexpr bool DIRECT = std::is_same_v<S, T> && !CONVERTS<T> && !AMX<T>;
-    bool direct(int64_t rows) const { return DIRECT && rows <= ROWS && E % (2 * LANES * STEP<T>) == 0; }
+    void copy_key(const S* key, T* to) const {
+        if constexpr (QUANTIZED)
+            over_vectors(E, [=](int64_t e, int n) { give(to + e, take(key + e, n), n); });
+        else
+            std::memcpy(to, key, E * sizeof(T));
+    }
+#endif
 
-    // The scores of R rows, to scores[row][key]: the bits of a tile with packed keys. Two groups of keys take turns, so
-    // that neither waits for its own sums. Prefetches as many rows as there are keys.
-    template <int R, class Factors>
-    void few_scores(const Places& places, const T* keys, const Factor<T>* queries, float* scores, Factors factor,
-                    Ahead& ahead) const {
+    // For R rows. Two groups of keys take turns, so that neither waits for its own sums.
+    template <int R>
+    void register_scores(const Places& places, const T* keys, const Factor<T>* queries, float* scores, Ahead& ahead) const {
         constexpr int TURNS = 2;
         constexpr int64_t BLOCK = LANES * STEP<T>;
         for (int64_t n = 0; n < places.count; n += TURNS * LANES) {
@@ -379,7 +482,7 @@ struct Attention {
 #pragma GCC unroll 16
                     for (int i = 0; i < LANES; i++) words[i] = load_as<vu>(keys + at[i] * E + e);
                     transpose(words);
-                    for (due += LANES * BLOCK; due >= E; due -= E) ahead.until(ahead.next + 1);
+                    for (due += LANES * BLOCK; due >= E; due -= E) ahead.fetch(ahead.lines());
 #pragma GCC unroll 16
                     for (int i = 0; i < LANES; i++)
 #pragma GCC unroll 6
@@ -388,10 +491,7 @@ struct Attention {
                                 sums[turn][r], words[i], load_as<uint32_t>(queries + r * width() + e + i * STEP<T>));
                 }
             for (int turn = 0; turn < TURNS; turn++)
-                for (int r = 0; r < R; r++) {
-                    int64_t key = n + turn * LANES;
-                    store(scores + r * KEYS + key, sums[turn][r] * factor(key));
-                }
+                for (int r = 0; r < R; r++) store(scores + r * KEYS + n + turn * LANES, sums[turn][r]);
         }
     }
 
@@ -409,7 +509,7 @@ struct Attention {
             for (int64_t s = 0; s < steps; s++) {
                 const T *low = values + places.at[s * STEP<T>] * E + begin;
                 const T *high = values + places.at[s * STEP<T> + STEP<T> - 1] * E + begin;
-                if (begin + W * LANES >= E) ahead.until((s + 1) * STEP<T>);
+                if (begin + W * LANES >= E) ahead.fetch(STEP<T> * ahead.lines());
 #pragma GCC unroll 4
                 for (int j = 0; j < W; j += 2) {
                     vu both[2];
@@ -452,9 +552,7 @@ struct Attention {
         locate(t, begin, *places);
         for (int64_t key = begin; key < stop; key += KEYS) {
             locate(t, key + KEYS, *after);
-            for (int64_t head = first; head < end; head++)
-                step(t, key, *places, head, queries + (head - first) * rows * width(), part(f, (head - first) * rows),
-                     head + 1 < end ? *places : *after, head + 1 < end ? head + 1 : first);
+            step(t, key, *places, first, end, queries, f, *after);
             std::swap(places, after);
         }
     }
@@ -492,7 +590,14 @@ struct Attention {
     }
 
     void run(int64_t sequences) const {
-        int64_t G = group(), most = std::max<int64_t>(1, TILE_ROWS / G), longest = 0, all_segments = 0;
+        int64_t G = group(), each = TILE_ROWS<T>, wanted = 2 * threads(), longest = 0, all_segments = 0;
+        auto count_of = [&](int64_t most) {
+            int64_t count = 0;
+            for (int64_t b = 0; b < sequences; b++) count += (offsets[b + 1] - offsets[b] + most - 1) / most;
+            return count;
+        };
+        while (each > LEAST_ROWS<T> && count_of(std::max<int64_t>(1, each / G)) * K < wanted) each /= 2;
+        int64_t most = std::max<int64_t>(1, each / G);
         std::vector<Queries> tiles;
         for (int64_t b = 0; b < sequences; b++)
             for (int64_t i = 0, n = offsets[b + 1] - offsets[b]; i < n; i += most) {
@@ -503,11 +608,13 @@ struct Attention {
         // The tiles with the most keys go first, so that no thread is left with a long one at the end.
         std::stable_sort(tiles.begin(), tiles.end(),
                          [&](const Queries& a, const Queries& b) { return segments(a) > segments(b); });
-        int64_t count = int64_t(tiles.size()), wanted = 2 * threads(), most_rows = 0;
+        int64_t count = int64_t(tiles.size()), most_rows = 0;
         for (auto& t : tiles) most_rows = std::max(most_rows, t.count * G);
-        // A task with a small tile takes several heads, whose K/V are adjacent in memory, unless threads would be idle. If
-        // few tiles have many segments, the tasks are segments rather than heads.
-        int64_t heads = std::max<int64_t>(1, std::min({K, TILE_ROWS / most_rows, all_segments * K / wanted}));
+        // A task with a small tile takes several heads, whose K/V are adjacent in memory, unless threads would be idle, or
+        // what is prefetched would leave the L2 cache. If few tiles have many segments, the tasks are segments rather than
+        // heads.
+        int64_t fit = STEP_BYTES / (KEYS * E * int64_t(sizeof(S)));
+        int64_t heads = std::max<int64_t>(1, std::min({K, fit, each / most_rows, all_segments * K / wanted}));
         int64_t groups = (K + heads - 1) / heads, rows = heads * most_rows;
         bool split = longest > 1 && threads() > 1 && count * groups < wanted;
         int64_t parts = split ? longest : 1;

@@ -479,10 +479,9 @@ auto decoded_panel_product(const Grouped& w, Activations<bf16> x, const bf16* bi
     int64_t stride_out = gate == Gate::NONE ? w.N : w.N / 2, G = w.groups(), steps = w.words() * PARTS;
     return [=, &w](int64_t p, int64_t first, int64_t count, int64_t) {
         float* sums = scratch<float, struct Sums>(ROW_BLOCK * PANEL);
-        auto* of_group = reinterpret_cast<float(*)[PANEL]>(scratch<float, struct GroupSums>(ROW_BLOCK * PANEL));
+        float* of_group = scratch<float, struct GroupSums>(ROW_BLOCK * PANEL);
         uint32_t* plain = scratch<uint32_t, struct Plain>(AMX_STEPS * PANEL);
         int64_t most = count > TILE ? AMX_STEPS : FEW_STEPS, piece = std::min(steps, most), at_once = most / piece;
-        int64_t lines = (w.group_bytes() / 64 + steps - 1) / steps;  // of the codes that are decoded next, per step
         Tiles registers;
         auto decode = [&](int64_t g, int64_t s, int64_t length, uint32_t* to) {
             const uint8_t* at = w.packed + p * w.panel_bytes() + g * w.group_bytes() + w.header_bytes();
@@ -512,9 +511,10 @@ auto decoded_panel_product(const Grouped& w, Activations<bf16> x, const bf16* bi
                 }
                 if (g + 1 == G) emit(c, p, w.N, bias, gate, out + (first + m + i) * stride_out);
             };
+            const auto* next = (const uint32_t*)(rows <= TILE ? at + at_once * w.group_bytes() : nullptr);
+            Stream fetch(next, w.group_bytes() / 64, amx_calls(rows, length), false);
             amx_products(registers, x.values + (first + m) * x.stride + g * w.padded() + s * STEP<bf16>, x.stride, rows, words,
-                         length, s == 0, s + length == steps, of_group + (piece < steps ? m : 0),
-                         [=](int64_t) { return Fetch{(const uint32_t*)(at + at_once * w.group_bytes()), lines}; }, end);
+                         length, s == 0, s + length == steps, of_group + (piece < steps ? m : 0) * PANEL, PANEL, fetch, end);
         };
         for (int64_t g = 0; g < G; g += at_once)
             for (int64_t s = 0; s < steps; s += piece) {
@@ -527,10 +527,179 @@ auto decoded_panel_product(const Grouped& w, Activations<bf16> x, const bf16* bi
     };
 }
 
+#if defined(__AMX_INT8__)
+constexpr int64_t BYTE_WORDS = 96;  // of each column, that are decoded at a time: they stay in the L1 cache
+
+// Products of bytes by AMX, for any number of rows. Codes are decoded, a few groups at a time, to bytes from which zero is
+// subtracted. A tile of sums is that of one group, and its integers are those of ``grouped_tile``; so are the chains of
+// floats, which stay in registers from group to group.
+template <class T, Form FORM>
+struct ByteProduct {
+    const Grouped& w;
+    Activations<int8_t> x;
+    const T* bias;
+    Gate gate;
+    T* out;
+    Decoder<int8_t, FORM> decoder;
+
+    static constexpr int PARTS = Decoder<int8_t, FORM>::PARTS;
+
+    // How many words of a group a tile register takes.
+    int64_t step() const {
+        int64_t words = w.words() * PARTS, most = std::min<int64_t>(words, TILE);
+        while (words % most) most--;
+        return most;
+    }
+
+    // Decodes a group to ``to`` [words][PANEL].
+    void decode(const uint8_t* group, uint32_t* to) const {
+        const uint32_t* codes = (const uint32_t*)(group + w.header_bytes());
+        __m512i zero = _mm512_set1_epi8(char(w.zero()));
+        for (int64_t s = 0; s < w.words(); s++, codes += PANEL, to += PARTS * PANEL)
+#pragma GCC unroll 8
+            for (int j = 0; j < VECTORS; j++) {
+                vu word = load_as<vu>(codes + j * LANES);
+                [&]<int... PART>(std::integer_sequence<int, PART...>) {
+                    (store_as(to + PART * PANEL + j * LANES,
+                              _mm512_sub_epi8((__m512i)decoder.template part<PART>(word), zero)), ...);
+                }(std::make_integer_sequence<int, PARTS>{});
+            }
+    }
+
+    // c += the integers of a group, scaled by row and by column.
+    template <bool WHOLE>
+    static inline void add_group(vf (&c)[TILE], const int32_t (*found)[LANES], const float* by_row, int64_t stride, vf by_column,
+                                 int64_t rows) {
+#pragma GCC unroll 16
+        for (int i = 0; i < TILE; i++)
+            if (WHOLE || i < rows)
+                c[i] = fused(__builtin_convertvector(load_as<vi>(found[i]), vf) * by_row[i * stride], by_column, c[i]);
+    }
+
+    // c += a group's minima, times the rows' sums.
+    template <bool WHOLE>
+    static inline void add_minima(vf (&c)[TILE], const float* totals, int64_t stride, vf minima, int64_t rows) {
+#pragma GCC unroll 16
+        for (int i = 0; i < TILE; i++)
+            if (WHOLE || i < rows) c[i] = fused(splat(totals[i * stride]), minima, c[i]);
+    }
+
+    // Groups [first, first + count) of a panel, which were decoded to ``plain``: ``words`` of each, of which a tile takes
+    // ``step``.
+    struct Groups {
+        const uint8_t* panel;
+        int64_t first, count;
+        const uint32_t* plain;
+        int64_t words, step;
+    };
+
+    // Adds the products of ``rows`` rows from ``row`` on, at most TILE, with the ``j``th LANES columns to sums [rows][PANEL].
+    // Codes of WITH_ZERO are signed; the others' groups have minima.
+    template <bool WHOLE, bool WITH_ZERO>
+    void add(int64_t row, int64_t rows, int j, const Groups& groups, float* sums, Stream& fetch) const {
+        alignas(64) int32_t found[VECTORS][TILE][LANES];
+        const int64_t G = w.groups(), first = groups.first, count = groups.count, words = groups.words, step = groups.step;
+        const int64_t wide = 4 * words, size = w.group_bytes(), stride = x.stride;
+        const int8_t* a = x.values + row * stride + first * wide;
+        const uint32_t* plain = groups.plain + j * LANES;
+        const uint8_t *scales = groups.panel + first * size, *minima = scales + w.scale_bytes();
+        const float *by_row = x.scales + row * G + first, *totals = x.sums + row * G + first;
+        const Scale kind = w.scales;
+        auto multiply = [=](int64_t begin) {
+            over_sums<1>([=]<int, int SUM>() {
+                constexpr int WEIGHTS = VECTORS + 1 + SUM % 3;
+                int64_t n = begin + SUM;
+                if (n >= count) return;
+                zero_tile<SUM>();
+                for (int64_t s = 0; s < words; s += step) {
+                    load_tile<VECTORS>(a + n * wide + 4 * s, stride);
+                    load_tile<WEIGHTS>(plain + (n * words + s) * PANEL, PANEL_BYTES);
+                    multiply_bytes<SUM, VECTORS, WEIGHTS, WITH_ZERO>();
+                }
+            });
+        };
+        vf c[TILE];  // all loops over it are unrolled, and no lambda refers to it, or it would live in memory
+#pragma GCC unroll 16
+        for (int i = 0; i < TILE; i++) c[i] = first && (WHOLE || i < rows) ? load(sums + i * PANEL) : vf{};
+        multiply(0);
+        for (int64_t n = 0; n < count; n += VECTORS) {
+            over_sums<1>([&found]<int, int SUM>() { store_tile<SUM>(found[SUM], TILE_BYTES); });
+            multiply(n + VECTORS);  // which takes place while the sums of these are scaled
+            for (int64_t i = n, end = std::min(count, n + VECTORS); i < end; i++) {
+                add_group<WHOLE>(c, found[i - n], by_row + i, G, load_scales(scales + i * size, kind, j), rows);
+                if constexpr (!WITH_ZERO)
+                    add_minima<WHOLE>(c, totals + i, G, load_scales(minima + i * size, kind, j), rows);
+                fetch();
+            }
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < TILE; i++)
+            if (WHOLE || i < rows) store(sums + i * PANEL, c[i]);
+    }
+
+    template <bool WITH_ZERO>
+    void run(int64_t p, int64_t first, int64_t count, int64_t following) const {
+        float* sums = scratch<float, struct Sums>(ROW_BLOCK * PANEL);
+        int64_t words = w.words() * PARTS, most = std::max<int64_t>(1, BYTE_WORDS / words), G = w.groups();
+        int64_t stride_out = gate == Gate::NONE ? w.N : w.N / 2;
+        uint32_t* plain = scratch<uint32_t, struct Plain>(most * words * PANEL);
+        Groups groups{w.packed + p * w.panel_bytes(), 0, 0, plain, words, step()};
+        Tiles registers;
+        for (; groups.first < G; groups.first += groups.count) {
+            groups.count = std::min(most, G - groups.first);
+            const uint8_t* at = groups.panel + groups.first * w.group_bytes();
+            for (int64_t n = 0; n < groups.count; n++, at += w.group_bytes()) decode(at, plain + n * words * PANEL);
+            // What is decoded next is fetched in the meantime.
+            int64_t done = groups.first + groups.count, next = std::min(most, G - done);
+            if (done == G && following >= 0) at = w.packed + following * w.panel_bytes(), next = std::min(most, G);
+            Stream fetch((const uint32_t*)at, next * w.group_bytes() / 64, (count + TILE - 1) / TILE * VECTORS * groups.count, true);
+            for (int64_t m = 0; m < count; m += TILE) {
+                int64_t rows = std::min<int64_t>(TILE, count - m);
+                registers.shape(rows, groups.step);
+                for (int j = 0; j < VECTORS; j++) {
+                    float* to = sums + m * PANEL + j * LANES;
+                    if (rows == TILE)
+                        add<true, WITH_ZERO>(first + m, rows, j, groups, to, fetch);
+                    else
+                        add<false, WITH_ZERO>(first + m, rows, j, groups, to, fetch);
+                }
+                for (int64_t i = m; done == G && i < m + rows; i++) {
+                    vf row[VECTORS];
+                    for (int j = 0; j < VECTORS; j++) row[j] = load(sums + i * PANEL + j * LANES);
+                    emit(row, p, w.N, bias, gate, out + (first + i) * stride_out);
+                }
+            }
+        }
+    }
+
+    void operator()(int64_t p, int64_t first, int64_t count, int64_t following) const {
+        if (w.minimum)
+            run<false>(p, first, count, following);
+        else
+            run<true>(p, first, count, following);
+    }
+};
+#endif
+
 template <class T, class A, Form FORM>
 auto grouped_panel_product(const Grouped& w, Activations<A> from, int64_t rows, const T* bias, Gate gate, T* out) {
     if constexpr (AMX<A>)
         return decoded_panel_product<FORM>(w, from, bias, gate, out);
+#if defined(__AMX_INT8__)
+    else if constexpr (sizeof(A) == 1) {
+        auto few = register_panel_product<T, A, FORM>(w, from, rows, bias, gate, out);
+        ByteProduct<T, FORM> many{w, from, bias, gate, out, Decoder<A, FORM>(w)};
+        // Vectors multiply bytes as they lie in memory, so that more rows have to share what decoding takes, and they take
+        // groups of any size.
+        int64_t enough = FORM == Form::BYTES ? 2 * TILE : TILE;
+        if (many.step() < std::min<int64_t>(w.words() * many.PARTS, TILE / 2)) enough = ROW_BLOCK + 1;
+        return [=](int64_t p, int64_t first, int64_t count, int64_t following) {
+            int64_t rest = count < enough ? count : count % TILE < TILE / 2 ? count % TILE : 0, whole = count - rest;
+            if (whole) many(p, first, whole, following);
+            if (rest) few(p, first + whole, rest, whole ? -1 : following);
+        };
+    }
+#endif
     else
         return register_panel_product<T, A, FORM>(w, from, rows, bias, gate, out);
 }
@@ -541,7 +710,7 @@ void grouped_product(const Grouped& w, const T* x, int64_t stride, int64_t rows,
     for (int64_t m = 0; m < rows; m += each) {
         int64_t count = std::min(each, rows - m);
         Activations<A> from = activations(w, x + m * stride, stride, count, (A*)nullptr);
-        over_panels(count, w.panels(), grouped_panel_product<T, A, FORM>(w, from, count, bias, gate, out + m * stride_out));
+        over_panels(count, w.panels(), row_block<A>(w.K), grouped_panel_product<T, A, FORM>(w, from, count, bias, gate, out + m * stride_out));
     }
 }
 

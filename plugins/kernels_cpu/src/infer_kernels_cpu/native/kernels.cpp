@@ -56,7 +56,7 @@ void call(F run) {
 bool amx() {
 #if defined(__linux__)
     unsigned eax, ebx, ecx, edx;
-    constexpr unsigned NEEDED = 1u << 24 | 1u << 22;  // AMX-TILE, AMX-BF16
+    constexpr unsigned NEEDED = 1u << 25 | 1u << 24 | 1u << 22;  // AMX-INT8, AMX-TILE, AMX-BF16
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & NEEDED) != NEEDED) return false;
     constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;

@@ -55,6 +55,25 @@ struct Fetch {
     }
 };
 
+// ``left`` such lines, as many at a time as are fetched in ``calls`` calls. While many rows are multiplied, what these use
+// fills the L1 cache.
+struct Stream {
+    const uint32_t* from;
+    int64_t left, each;
+    bool many;
+
+    Stream(const uint32_t* from, int64_t lines, int64_t calls, bool many)
+        : from(from), left(from ? lines : 0), each((left + calls - 1) / calls), many(many) {}
+
+    void operator()() {
+        for (int64_t l = std::min(each, left); l > 0; l--, left--, from += LINE)
+            if (many)
+                __builtin_prefetch(from, 0, 2);
+            else
+                fetch_line(from);
+    }
+};
+
 // Whether rows of T are multiplied by AMX.
 template <class T>
 constexpr bool AMX = TILE > 0 && std::is_same_v<T, bf16>;
@@ -152,12 +171,28 @@ inline void in_tiles(int64_t rows, Run run) {
 template <class T, class Begin, class End, class Ahead>
 void tiles(const Factor<T>* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_t steps, Begin begin, End end,
            Ahead&& ahead) {
-    if constexpr (AMX<T>)
-        amx_tiles(a, stride_a, rows, w, steps, begin, end, ahead);
-    else
-        in_tiles<ROWS, ROWS>(rows, [&]<int M>(int64_t m) {
-            tile<T, M>(a + m * stride_a, stride_a, w, steps, m, begin, end, ahead(m));
-        });
+    in_tiles<ROWS, ROWS>(rows, [&]<int M>(int64_t m) {
+        tile<T, M>(a + m * stride_a, stride_a, w, steps, m, begin, end, ahead(m));
+    });
+}
+
+// a . w, or that added to what is in ``sums``, whose rows are ``stride`` apart. ``ahead`` as above.
+template <class T, class Ahead>
+void row_products([[maybe_unused]] Tiles& registers, const Factor<T>* a, int64_t stride_a, int64_t rows, const uint32_t* w,
+                  int64_t steps, bool begin, float* sums, int64_t stride, Ahead&& ahead) {
+    auto at = [=](int64_t m, int j) { return sums + m * stride + j * LANES; };
+    if constexpr (AMX<T>) {
+        auto fetch = ahead(0);
+        amx_products(
+            registers, a, stride_a, rows, w, steps, begin, false, sums, stride,
+            [&] {
+                for (int64_t i = 0; rows <= TILE && i < TILE; i++) fetch(i);
+            },
+            [](int64_t, const vf(&)[VECTORS]) {});
+    } else
+        tiles<T>(
+            a, stride_a, rows, w, steps, [=](int64_t m, int j) { return begin ? vf{} : load(at(m, j)); },
+            one_by_one([=](int64_t m, int j, vf sum) { store(at(m, j), sum); }), ahead);
 }
 
 // Packs w [N][K]. The first half of the rows of a ``gated`` matrix compute gates, the second half values. Each of its
@@ -202,6 +237,7 @@ void unpack_rows(const uint32_t* packed, int64_t N, int64_t K, const int64_t* id
 
 constexpr int64_t TASKS = 4;         // tasks per thread, so that no thread waits long for the last one
 constexpr int64_t ROW_BLOCK = TILE ? 256 : 96;  // rows whose sums fit into the L1 cache, with AMX into the L2 cache
+constexpr int64_t ROW_BYTES = 3 << 18;
 constexpr int64_t STEPS = 128;       // steps of a panel that fit there, too
 constexpr int64_t AMX_STEPS = 192;   // the same of half a panel
 constexpr int64_t FEW_STEPS = 64;    // the same for few rows, which leave less time to prefetch the next steps
@@ -236,19 +272,25 @@ inline void emit(const vf (&sums)[VECTORS], int64_t p, int64_t N, const T* bias,
     }
 }
 
-// Calls run(panel, first row, rows, the panel that the thread multiplies next or -1) for every panel and block of rows.
+// How many rows of K elements of T are multiplied at a time: they stay in the L2 cache, too.
+template <class T>
+inline int64_t row_block(int64_t K) {
+    return TILE && K * ROW_BLOCK * int64_t(sizeof(T)) > ROW_BYTES ? ROW_BLOCK / 2 : ROW_BLOCK;
+}
+
+// Calls run(panel, first row, rows, the panel that the thread multiplies next or -1) for every panel and ``block`` rows.
 template <class Run>
-void over_panels(int64_t rows, int64_t panels, Run run) {
+void over_panels(int64_t rows, int64_t panels, int64_t block, Run run) {
     // A task is a few neighboring panels with all rows. If there are few panels, the rows are divided, too.
-    int64_t blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK, wanted = TASKS * threads();
+    int64_t blocks = (rows + block - 1) / block, wanted = TASKS * threads();
     int64_t each = std::max<int64_t>(1, panels / wanted), groups = (panels + each - 1) / each;
     int64_t cuts = std::min(blocks, (wanted + groups - 1) / groups);
     parallel(groups * cuts, [=](int64_t task) {
         int64_t begin = task / cuts * each, end = std::min(panels, begin + each);
         for (int64_t b = task % cuts; b < blocks; b += cuts)  // the rows stay in the L2 cache, the panels stream through
             for (int64_t p = begin; p < end; p++) {
-                int64_t first = b * ROW_BLOCK, next = p + 1 < end ? p + 1 : b + cuts < blocks ? begin : -1;
-                run(p, first, std::min(ROW_BLOCK, rows - first), next);
+                int64_t first = b * block, next = p + 1 < end ? p + 1 : b + cuts < blocks ? begin : -1;
+                run(p, first, std::min(block, rows - first), next);
             }
     });
 }
@@ -290,12 +332,14 @@ auto panel_product(const Factor<T>* x, int64_t stride_x, int64_t rows, const uin
             if (last) next = following < 0 ? nullptr : packed + following * steps * PANEL;
             if (rows <= STREAMED_ROWS) next = nullptr;
             auto sums = [=](int64_t m, int j) { return s ? load(c + m * PANEL + j * LANES) : vf{}; };
-            Following<T> ahead{next, std::min(block, steps - s), count};
+            int64_t length = std::min(block, steps - s);
+            Following<T> ahead{next, length, count};
             auto end = [=](int64_t m, const vf(&row)[VECTORS]) { emit(row, p, N, bias, gate, to + m * stride_out); };
-            if constexpr (AMX<T>)
-                amx_products(registers, from + s * STEP<T>, stride_x, count, w, std::min(block, steps - s), s == 0, last,
-                             reinterpret_cast<float(*)[PANEL]>(c), ahead, end);
-            else if (last)
+            if constexpr (AMX<T>) {
+                int64_t lines = std::min(block, last ? steps : steps - s - block) * PANEL / LINE;
+                Stream fetch(next, lines, amx_calls(count, length), count > TILE);
+                amx_products(registers, from + s * STEP<T>, stride_x, count, w, length, s == 0, last, c, PANEL, fetch, end);
+            } else if (last)
                 tiles<T>(from + s * STEP<T>, stride_x, count, w, steps - s, sums, end, ahead);
             else
                 tiles<T>(
@@ -312,7 +356,7 @@ void linear(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, 
     for (int64_t m = 0; m < rows; m += each) {
         int64_t count = std::min(each, rows - m), stride = stride_x;
         const Factor<T>* some = padded_rows(x + m * stride_x, stride, count, K);
-        over_panels(count, panels_of(N, gate != Gate::NONE),
+        over_panels(count, panels_of(N, gate != Gate::NONE), row_block<T>(K),
                     panel_product<T>(some, stride, count, packed, N, K, bias, gate, out + m * stride_out));
     }
 }

@@ -249,7 +249,9 @@ inline vf nearest(vf x) {
 // exponential.
 inline vf exp2(vf x) {
     vi tiny = x < -126.0f;
-    x = tiny ? vf{} : x;
+#if !defined(__AVX512F__)
+    x = tiny ? vf{} : x;  // the integer of a very negative one would not fit
+#endif
     vf n = nearest(x), r = x - n;
     vf p = splat(1.5403530e-4f);
     p = p * r + 1.3333558e-3f;
