@@ -101,8 +101,7 @@ inline void add_products(const bf16* a, int64_t stride, const uint32_t* w) {
 
 // How often ``amx_products`` calls ``fetch``.
 inline int64_t amx_calls(int64_t rows, int64_t steps) {
-    int64_t passes = rows <= TILE ? 1 : rows / (2 * TILE) * 2 + (rows % (2 * TILE) > TILE ? 2 : rows % (2 * TILE) > 0);
-    return passes * ((steps + TILE - 1) / TILE);
+    return (rows + TILE - 1) / TILE * ((steps + TILE - 1) / TILE);
 }
 
 // Adds the products of rows at ``a`` with ``steps`` steps of a panel to ``sums``, whose rows are ``stride`` apart, and

@@ -16,7 +16,7 @@ namespace infer {
 constexpr int64_t KEYS = 128;
 constexpr int64_t SEGMENT = 512;
 constexpr int64_t STEP_BYTES = 1 << 18;  // of K that a task prefetches for a step, and as much of V
-// Rows of a tile: with AMX, many share the packed keys and values, unless threads would be idle.
+// Rows of a tile, which share packed keys and values, and how few these may be so that threads are not idle.
 template <class T>
 constexpr int64_t TILE_ROWS = AMX<T> ? 256 : 96;
 template <class T>
@@ -241,7 +241,7 @@ struct Attention {
         int64_t steps = steps_of<T>(KEYS), used = steps_of<T>(places.count);
         for (int64_t s = 0; s < used; s++) {
             const S *low = values + places.at[s * STEP<T>] * E, *high = values + places.at[s * STEP<T> + STEP<T> - 1] * E;
-            if (s * STEP<T> % 2 == 0) ahead.fetch(ahead.lines());  // in other words, half as many rows
+            if (s * STEP<T> % 2 == 0) ahead.fetch(ahead.lines());  // a head's row for every two
             auto at = [=](int64_t e) { return packed + (e / PANEL * steps + s) * PANEL + e % PANEL; };
             int64_t e = 0;
             if constexpr (!QUANTIZED)

@@ -594,8 +594,8 @@ struct ByteProduct {
     };
 
     // Adds the products of ``rows`` rows from ``row`` on, at most TILE, with the ``j``th LANES columns to sums [rows][PANEL].
-    // Codes of WITH_ZERO are signed; the others' groups have minima.
-    template <bool WHOLE, bool WITH_ZERO>
+    // Codes are SIGNED unless groups have minima.
+    template <bool WHOLE, bool SIGNED>
     void add(int64_t row, int64_t rows, int j, const Groups& groups, float* sums, Stream& fetch) const {
         alignas(64) int32_t found[VECTORS][TILE][LANES];
         const int64_t G = w.groups(), first = groups.first, count = groups.count, words = groups.words, step = groups.step;
@@ -614,7 +614,7 @@ struct ByteProduct {
                 for (int64_t s = 0; s < words; s += step) {
                     load_tile<VECTORS>(a + n * wide + 4 * s, stride);
                     load_tile<WEIGHTS>(plain + (n * words + s) * PANEL, PANEL_BYTES);
-                    multiply_bytes<SUM, VECTORS, WEIGHTS, WITH_ZERO>();
+                    multiply_bytes<SUM, VECTORS, WEIGHTS, SIGNED>();
                 }
             });
         };
@@ -627,7 +627,7 @@ struct ByteProduct {
             multiply(n + VECTORS);  // which takes place while the sums of these are scaled
             for (int64_t i = n, end = std::min(count, n + VECTORS); i < end; i++) {
                 add_group<WHOLE>(c, found[i - n], by_row + i, G, load_scales(scales + i * size, kind, j), rows);
-                if constexpr (!WITH_ZERO)
+                if constexpr (!SIGNED)
                     add_minima<WHOLE>(c, totals + i, G, load_scales(minima + i * size, kind, j), rows);
                 fetch();
             }
@@ -637,7 +637,7 @@ struct ByteProduct {
             if (WHOLE || i < rows) store(sums + i * PANEL, c[i]);
     }
 
-    template <bool WITH_ZERO>
+    template <bool SIGNED>
     void run(int64_t p, int64_t first, int64_t count, int64_t following) const {
         float* sums = scratch<float, struct Sums>(ROW_BLOCK * PANEL);
         int64_t words = w.words() * PARTS, most = std::max<int64_t>(1, BYTE_WORDS / words), G = w.groups();
@@ -659,9 +659,9 @@ struct ByteProduct {
                 for (int j = 0; j < VECTORS; j++) {
                     float* to = sums + m * PANEL + j * LANES;
                     if (rows == TILE)
-                        add<true, WITH_ZERO>(first + m, rows, j, groups, to, fetch);
+                        add<true, SIGNED>(first + m, rows, j, groups, to, fetch);
                     else
-                        add<false, WITH_ZERO>(first + m, rows, j, groups, to, fetch);
+                        add<false, SIGNED>(first + m, rows, j, groups, to, fetch);
                 }
                 for (int64_t i = m; done == G && i < m + rows; i++) {
                     vf row[VECTORS];
@@ -689,8 +689,8 @@ auto grouped_panel_product(const Grouped& w, Activations<A> from, int64_t rows, 
     else if constexpr (sizeof(A) == 1) {
         auto few = register_panel_product<T, A, FORM>(w, from, rows, bias, gate, out);
         ByteProduct<T, FORM> many{w, from, bias, gate, out, Decoder<A, FORM>(w)};
-        // Vectors multiply bytes as they lie in memory, so that more rows have to share what decoding takes, and they take
-        // groups of any size.
+        // Vectors need bytes not to be decoded, so that tiles pay off from more rows on. A last tile that is less than half
+        // full goes to vectors, too, and groups that no tile register is filled with.
         int64_t enough = FORM == Form::BYTES ? 2 * TILE : TILE;
         if (many.step() < std::min<int64_t>(w.words() * many.PARTS, TILE / 2)) enough = ROW_BLOCK + 1;
         return [=](int64_t p, int64_t first, int64_t count, int64_t following) {

@@ -55,8 +55,7 @@ struct Fetch {
     }
 };
 
-// ``left`` such lines, as many at a time as are fetched in ``calls`` calls. While many rows are multiplied, what these use
-// fills the L1 cache.
+// ``lines`` such lines in ``calls`` equal parts, one per call; into the L2 cache if ``many`` rows fill the L1 cache.
 struct Stream {
     const uint32_t* from;
     int64_t left, each;
@@ -237,7 +236,7 @@ void unpack_rows(const uint32_t* packed, int64_t N, int64_t K, const int64_t* id
 
 constexpr int64_t TASKS = 4;         // tasks per thread, so that no thread waits long for the last one
 constexpr int64_t ROW_BLOCK = TILE ? 256 : 96;  // rows whose sums fit into the L1 cache, with AMX into the L2 cache
-constexpr int64_t ROW_BYTES = 3 << 18;
+constexpr int64_t ROW_BYTES = 3 << 18;  // of rows, which share the L2 cache with their sums and with weights
 constexpr int64_t STEPS = 128;       // steps of a panel that fit there, too
 constexpr int64_t AMX_STEPS = 192;   // the same of half a panel
 constexpr int64_t FEW_STEPS = 64;    // the same for few rows, which leave less time to prefetch the next steps
@@ -272,7 +271,7 @@ inline void emit(const vf (&sums)[VECTORS], int64_t p, int64_t N, const T* bias,
     }
 }
 
-// How many rows of K elements of T are multiplied at a time: they stay in the L2 cache, too.
+// How many rows of K elements of T are multiplied at a time: with AMX, half as many if they would leave the L2 cache.
 template <class T>
 inline int64_t row_block(int64_t K) {
     return TILE && K * ROW_BLOCK * int64_t(sizeof(T)) > ROW_BYTES ? ROW_BLOCK / 2 : ROW_BLOCK;
