@@ -25,7 +25,6 @@ constexpr int64_t LEAST_ROWS = AMX<T> ? 64 : 96;
 template <class T>
 constexpr int64_t BAND = AMX<T> ? 2 * TILE : 4 * ROWS;
 static_assert(KEYS % PANEL == 0 && SEGMENT % KEYS == 0);
-static_assert(TILE_ROWS<bf16> % BAND<bf16> == 0 && TILE_ROWS<float> % BAND<float> == 0);
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr float LOWEST = -1e38f;  // the start of running maxima; finite, so that the difference of two is 0, not NaN
 
@@ -279,7 +278,7 @@ struct Attention {
         auto* all_weights = scratch<Factor<T>, struct Weights>(heads * rows * KEYS);
         float units = scale * LOG2E, *factors = scratch<float, struct Factors>(KEYS);
         float* value_factors = scratch<float, struct ValueFactors>(KEYS);
-        std::fill_n(factors, KEYS, units);
+        if constexpr (!QUANTIZED) std::fill_n(factors, KEYS, units);
         Ahead values{v + first * E, places, E, heads}, keys{k + first * E, next, E, heads};
         // Among these keys, the index of the last one that each row sees, and how many the row's band sees.
         auto *last = scratch<int64_t, struct Last>(rows), *seen = scratch<int64_t, struct Seen>(rows);

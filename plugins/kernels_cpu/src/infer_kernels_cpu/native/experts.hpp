@@ -85,13 +85,13 @@ void over_buckets(const Bucket* buckets, int64_t count, int64_t panels, Run run)
 }
 
 // Calls product(panel, first row, rows, the panel that is multiplied next or -1) for the panels [begin, end) and all of
-// a bucket's rows.
+// a bucket's rows, ``block`` at a time.
 template <class Product>
-void over_blocks(int64_t rows, int64_t begin, int64_t end, Product product) {
-    for (int64_t first = 0; first < rows; first += ROW_BLOCK)
+void over_blocks(int64_t rows, int64_t begin, int64_t end, int64_t block, Product product) {
+    for (int64_t first = 0; first < rows; first += block)
         for (int64_t p = begin; p < end; p++) {
-            int64_t next = p + 1 < end ? p + 1 : first + ROW_BLOCK < rows ? begin : -1;
-            product(p, first, std::min(ROW_BLOCK, rows - first), next);
+            int64_t next = p + 1 < end ? p + 1 : first + block < rows ? begin : -1;
+            product(p, first, std::min(block, rows - first), next);
         }
 }
 
@@ -103,7 +103,7 @@ void plain_products(const Bucket* buckets, int64_t count, const void* const* wei
     over_buckets(buckets, count, panels_of(N, gate != Gate::NONE), [=](Bucket b, int64_t begin, int64_t end) {
         int64_t stride = K;
         const Factor<T>* own = padded_rows(x + b.first * K, stride, b.rows, K);
-        over_blocks(b.rows, begin, end,
+        over_blocks(b.rows, begin, end, row_block<T>(K),
                     panel_product<T>(own, stride, b.rows, static_cast<const uint32_t*>(weights[b.expert]), N, K,
                                      static_cast<const T*>(biases ? biases[b.expert] : nullptr), gate, out + b.first * width));
     });
@@ -121,7 +121,7 @@ void grouped_products(const Bucket* buckets, int64_t count, const void* const* w
         Activations<A> own = EACH ? activations(w, x + b.first * w.K, w.K, b.rows, (A*)nullptr) : all;
         if (!EACH) own.values += b.first * own.stride, own.sums += b.first * G;
         if (own.scales) own.scales += b.first * G, own.starts += b.first * G;
-        over_blocks(b.rows, begin, end,
+        over_blocks(b.rows, begin, end, row_block<A>(w.K),
                     grouped_panel_product<T, A, FORM>(w, own, b.rows, static_cast<const T*>(biases ? biases[b.expert] : nullptr),
                                                       gate, out + b.first * width));
     });

@@ -469,6 +469,20 @@ auto register_panel_product(const Grouped& w, Activations<A> from, int64_t rows,
     };
 }
 
+// Decodes ``count`` words of each column's codes to ``to`` [count * PARTS][PANEL], what ``each`` makes of a part.
+template <class A, Form FORM, class Each>
+inline void decode_words(const Decoder<A, FORM>& decoder, const uint32_t* codes, int64_t count, uint32_t* to, Each each) {
+    constexpr int PARTS = Decoder<A, FORM>::PARTS;
+    for (int64_t s = 0; s < count; s++, codes += PANEL, to += PARTS * PANEL)
+#pragma GCC unroll 8
+        for (int j = 0; j < VECTORS; j++) {
+            vu word = load_as<vu>(codes + j * LANES);
+            [&]<int... PART>(std::integer_sequence<int, PART...>) {
+                (store_as(to + PART * PANEL + j * LANES, each(decoder.template part<PART>(word))), ...);
+            }(std::make_integer_sequence<int, PARTS>{});
+        }
+}
+
 // The same by AMX: the codes are decoded, a few groups at a time, into a panel of words, whose products with all rows are
 // summed group by group.
 template <Form FORM>
@@ -486,14 +500,7 @@ auto decoded_panel_product(const Grouped& w, Activations<bf16> x, const bf16* bi
         auto decode = [&](int64_t g, int64_t s, int64_t length, uint32_t* to) {
             const uint8_t* at = w.packed + p * w.panel_bytes() + g * w.group_bytes() + w.header_bytes();
             const uint32_t* codes = (const uint32_t*)at + s / PARTS * PANEL;
-            for (int64_t i = 0; i < length; i += PARTS, codes += PANEL, to += PARTS * PANEL)
-#pragma GCC unroll 8
-                for (int j = 0; j < VECTORS; j++) {
-                    vu word = load_as<vu>(codes + j * LANES);
-                    [&]<int... PART>(std::integer_sequence<int, PART...>) {
-                        (store_as(to + PART * PANEL + j * LANES, decoder.template part<PART>(word)), ...);
-                    }(std::make_integer_sequence<int, PARTS>{});
-                }
+            decode_words(decoder, codes, length / PARTS, to, [](vu part) { return part; });
         };
         auto multiply = [&](int64_t g, int64_t s, int64_t length, const uint32_t* words, int64_t m, int64_t rows) {
             const uint8_t* at = w.packed + p * w.panel_bytes() + g * w.group_bytes();
@@ -555,15 +562,7 @@ struct ByteProduct {
     void decode(const uint8_t* group, uint32_t* to) const {
         const uint32_t* codes = (const uint32_t*)(group + w.header_bytes());
         __m512i zero = _mm512_set1_epi8(char(w.zero()));
-        for (int64_t s = 0; s < w.words(); s++, codes += PANEL, to += PARTS * PANEL)
-#pragma GCC unroll 8
-            for (int j = 0; j < VECTORS; j++) {
-                vu word = load_as<vu>(codes + j * LANES);
-                [&]<int... PART>(std::integer_sequence<int, PART...>) {
-                    (store_as(to + PART * PANEL + j * LANES,
-                              _mm512_sub_epi8((__m512i)decoder.template part<PART>(word), zero)), ...);
-                }(std::make_integer_sequence<int, PARTS>{});
-            }
+        decode_words(decoder, codes, w.words(), to, [=](vu part) { return (vu)_mm512_sub_epi8((__m512i)part, zero); });
     }
 
     // c += the integers of a group, scaled by row and by column.

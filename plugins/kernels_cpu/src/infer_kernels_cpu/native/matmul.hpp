@@ -38,8 +38,8 @@ constexpr bool INTO_L2 = false;
 #endif
 
 // Fetches the cache line of a weight that is needed soon.
-inline void fetch_line(const uint32_t* line) {
-    if (INTO_L2)
+inline void fetch_line(const uint32_t* line, bool into_l2 = INTO_L2) {
+    if (into_l2)
         __builtin_prefetch(line, 0, 2);
     else
         __builtin_prefetch(line);
@@ -65,29 +65,21 @@ struct Stream {
         : from(from), left(from ? lines : 0), each((left + calls - 1) / calls), many(many) {}
 
     void operator()() {
-        for (int64_t l = std::min(each, left); l > 0; l--, left--, from += LINE)
-            if (many)
-                __builtin_prefetch(from, 0, 2);
-            else
-                fetch_line(from);
+        for (int64_t l = std::min(each, left); l > 0; l--, left--, from += LINE) fetch_line(from, many || INTO_L2);
     }
 };
 
 // Whether rows of T are multiplied by AMX.
 template <class T>
 constexpr bool AMX = TILE > 0 && std::is_same_v<T, bf16>;
-// Rows that are multiplied at a time.
-template <class T>
-constexpr int64_t ROWS_OF = AMX<T> ? TILE : ROWS;
 
 // Fetches ``steps`` steps of a packed matrix, if ``from`` is not null, while as many are computed for ``rows`` rows.
-template <class T>
 struct Following {
     const uint32_t* from;
     int64_t steps, rows;
 
     Fetch operator()(int64_t row) const {
-        int64_t each = from ? (PANEL / LINE * ROWS_OF<T> + rows - 1) / rows : 0, line = row / ROWS_OF<T> * each;
+        int64_t each = from ? (PANEL / LINE * ROWS + rows - 1) / rows : 0, line = row / ROWS * each;
         return {from + line * steps * LINE, std::max<int64_t>(0, std::min(each, PANEL / LINE - line))};
     }
 };
@@ -332,7 +324,7 @@ auto panel_product(const Factor<T>* x, int64_t stride_x, int64_t rows, const uin
             if (rows <= STREAMED_ROWS) next = nullptr;
             auto sums = [=](int64_t m, int j) { return s ? load(c + m * PANEL + j * LANES) : vf{}; };
             int64_t length = std::min(block, steps - s);
-            Following<T> ahead{next, length, count};
+            Following ahead{next, length, count};
             auto end = [=](int64_t m, const vf(&row)[VECTORS]) { emit(row, p, N, bias, gate, to + m * stride_out); };
             if constexpr (AMX<T>) {
                 int64_t lines = std::min(block, last ? steps : steps - s - block) * PANEL / LINE;
