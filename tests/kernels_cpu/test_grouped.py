@@ -212,6 +212,19 @@ def test_any_number_of_rows_has_the_same_bits(kind: tuple[int, str], group: int,
             assert torch.equal(kernels.linear(x[-rows:], packed), expected[-rows:])
 
 
+@pytest.mark.parametrize("k", [40, 1024, 1664])  # the last one's rows are multiplied fewer at a time
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_any_number_of_rows_of_plain_weights_has_the_same_bits(k: int, dtype: torch.dtype) -> None:
+    weight, x = random(70, k, dtype=dtype), random(300, k, dtype=dtype)
+    exact = x.double() @ weight.double().T
+    for kernels in LEVELS.values():
+        packed = kernels.pack(weight)
+        expected = kernels.linear(x, packed)
+        assert torch.linalg.norm(expected.double() - exact) < 3e-3 * torch.linalg.norm(exact)
+        for rows in (1, 2, 3, 4, 5, 7, 15, 16, 17, 31, 32, 33, 96, 97, 128, 129, 145, 255, 256, 257, 272, 273):
+            assert torch.equal(kernels.linear(x[-rows:], packed), expected[-rows:]), (kernels.level, rows)
+
+
 def test_many_rows_on_two_threads() -> None:
     torch.set_num_threads(2)
     try:

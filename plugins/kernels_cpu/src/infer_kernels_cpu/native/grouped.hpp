@@ -374,8 +374,9 @@ inline vf fused(vf a, vf b, vf c) {
 #endif
 }
 
-// The sums of M rows from ``row`` on with the panel at ``at``; each row's go to end(row, sums).
-template <class A, Form FORM, int M, class End>
+// The sums of M rows from ``row`` on with the panel at ``at``; each row's go to end(row, sums). Unless DISTANCE is 0, what
+// is so many words behind the codes that are read is fetched.
+template <class A, Form FORM, int M, int64_t DISTANCE, class End>
 inline void grouped_tile(const Grouped& w, const Decoder<A, FORM>& decoder, const Activations<A>& x, int64_t row,
                          const uint8_t* at, Fetch fetch, End end) {
     constexpr int PARTS = Decoder<A, FORM>::PARTS;
@@ -403,6 +404,7 @@ inline void grouped_tile(const Grouped& w, const Decoder<A, FORM>& decoder, cons
             vu word[VECTORS];
 #pragma GCC unroll 8
             for (int j = 0; j < VECTORS; j++) word[j] = load_as<vu>(codes + j * LANES);
+            for (int64_t l = 0; DISTANCE && l < PANEL; l += LINE) fetch_line(codes + DISTANCE + l);
             auto part = [&]<int PART>() {
                 vu now[VECTORS];
 #pragma GCC unroll 8
@@ -457,12 +459,19 @@ auto register_panel_product(const Grouped& w, Activations<A> from, int64_t rows,
     return [=, &w](int64_t p, int64_t first, int64_t count, int64_t following) {
         const uint8_t* panel = w.packed + p * w.panel_bytes();
         auto end = [=](int64_t m, const vf(&sums)[VECTORS]) { emit(sums, p, w.N, bias, gate, out + m * stride_out); };
-        const uint8_t* next = rows > STREAMED_ROWS && rows <= ROW_BLOCK && following >= 0 ? w.packed + following * w.panel_bytes() : nullptr;
+        bool near = NEARBY && rows <= STREAMED_ROWS, later = rows > STREAMED_ROWS && rows <= ROW_BLOCK && following >= 0;
+        const uint8_t* next = later ? w.packed + following * w.panel_bytes() : nullptr;
         int64_t left = next ? w.panel_bytes() / 64 : 0, passes = w.groups() * ((count + EACH - 1) / EACH);
         Fetch fetch{(const uint32_t*)next, (left + passes - 1) / passes};
         in_tiles<EACH, EACH == 3 ? 4 : EACH>(count, [&]<int M>(int64_t m) {
             if (left <= 0) fetch.lines = 0;
-            grouped_tile<A, FORM, M>(w, decoder, from, first + m, panel, fetch, end);
+            auto run = [&](auto distance) {
+                grouped_tile<A, FORM, M, distance>(w, decoder, from, first + m, panel, fetch, end);
+            };
+            if (near)
+                run(std::integral_constant<int64_t, M <= MOST_STREAMED ? NEAR : 0>{});
+            else
+                run(std::integral_constant<int64_t, 0>{});
             fetch.from += fetch.lines * w.groups() * LINE;
             left -= fetch.lines * w.groups();
         });

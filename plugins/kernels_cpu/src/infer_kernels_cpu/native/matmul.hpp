@@ -55,17 +55,22 @@ struct Fetch {
     }
 };
 
-// ``lines`` such lines in ``calls`` equal parts, one per call; into the L2 cache if ``many`` rows fill the L1 cache.
+// ``lines`` such lines in ``calls`` equal parts, one per call. If ``many`` rows fill the L1 cache, they go into the L2
+// cache, and that from STREAMS places at a time: the hardware runs ahead of each of these, so that few of our own fetches
+// wait for memory, and hold the buffers that rows on their way from the L2 cache need.
 struct Stream {
     const uint32_t* from;
-    int64_t left, each;
-    bool many;
+    int64_t streams, apart, left, each, next = 0;
+
+    static constexpr int64_t STREAMS = 8;
 
     Stream(const uint32_t* from, int64_t lines, int64_t calls, bool many)
-        : from(from), left(from ? lines : 0), each((left + calls - 1) / calls), many(many) {}
+        : from(from), streams(many ? STREAMS : 1), apart((lines + streams - 1) / streams), left(from ? apart * streams : 0),
+          each((left + calls - 1) / calls) {}
 
-    void operator()() {
-        for (int64_t l = std::min(each, left); l > 0; l--, left--, from += LINE) fetch_line(from, many || INTO_L2);
+    void operator()(const uint32_t* = nullptr) {
+        for (int64_t l = std::min(each, left); l > 0; l--, left--, next++)
+            fetch_line(from + (next % streams * apart + next / streams) * LINE, streams > 1 || INTO_L2);
     }
 };
 
@@ -176,7 +181,7 @@ void row_products([[maybe_unused]] Tiles& registers, const Factor<T>* a, int64_t
         auto fetch = ahead(0);
         amx_products(
             registers, a, stride_a, rows, w, steps, begin, false, sums, stride,
-            [&] {
+            [&](const uint32_t*) {
                 for (int64_t i = 0; rows <= TILE && i < TILE; i++) fetch(i);
             },
             [](int64_t, const vf(&)[VECTORS]) {});
@@ -233,7 +238,12 @@ constexpr int64_t STEPS = 128;       // steps of a panel that fit there, too
 constexpr int64_t AMX_STEPS = 192;   // the same of half a panel
 constexpr int64_t FEW_STEPS = 64;    // the same for few rows, which leave less time to prefetch the next steps
 constexpr int64_t MANY_ROWS = 4 * ROW_BLOCK;  // more are not converted, or given to one task, at once
-inline const int64_t STREAMED_ROWS = INTO_L2 ? 4 : 2;  // up to so many rows, the hardware prefetches faster than we would
+// Up to so many rows, the hardware prefetches what follows sooner than we would. Intel's also reads faster if such rows
+// fetch what is NEAR words ahead; AMD's was not tried.
+constexpr int64_t MOST_STREAMED = 4;
+inline const int64_t STREAMED_ROWS = INTO_L2 ? MOST_STREAMED : 3;
+inline const bool NEARBY = !INTO_L2;
+constexpr int64_t NEAR = 512;
 
 // Turns a row's sums in panel p of a product [rows][N] into results in ``to``, a row of the output. With a gate, the
 // first half of the sums are gates and the second half values; both are rounded as if they had been stored.
@@ -308,7 +318,8 @@ auto panel_product(const Factor<T>* x, int64_t stride_x, int64_t rows, const uin
     bool halved = gate != Gate::NONE;
     int64_t steps = steps_of<T>(K), columns = halved ? PANEL / 2 : PANEL;
     int64_t stride_out = halved ? N / 2 : N;
-    int64_t block = AMX<T> && rows > TILE ? AMX_STEPS : rows > ROWS && rows <= 8 * ROWS ? FEW_STEPS : STEPS;
+    int64_t block = AMX<T> ? AMX_STEPS : rows > ROWS && rows <= 8 * ROWS ? FEW_STEPS : STEPS;
+    if (AMX<T> && rows <= TILE) block = steps;  // their sums stay in registers
     return [=](int64_t p, int64_t first, int64_t count, int64_t following) {
         float* c = scratch<float, struct Sums>(ROW_BLOCK * PANEL);
         const Factor<T>* from = x + first * stride_x;
@@ -321,15 +332,22 @@ auto panel_product(const Factor<T>* x, int64_t stride_x, int64_t rows, const uin
             const uint32_t *w = packed + (p * steps + s) * PANEL, *next = w + block * PANEL;
             bool last = s + block >= steps;
             if (last) next = following < 0 ? nullptr : packed + following * steps * PANEL;
-            if (rows <= STREAMED_ROWS) next = nullptr;
+            if (rows <= STREAMED_ROWS) next = NEARBY ? w + NEAR : nullptr;
             auto sums = [=](int64_t m, int j) { return s ? load(c + m * PANEL + j * LANES) : vf{}; };
             int64_t length = std::min(block, steps - s);
             Following ahead{next, length, count};
             auto end = [=](int64_t m, const vf(&row)[VECTORS]) { emit(row, p, N, bias, gate, to + m * stride_out); };
             if constexpr (AMX<T>) {
+                auto multiply = [&](auto fetch) {
+                    amx_products(registers, from + s * STEP<T>, stride_x, count, w, length, s == 0, last, c, PANEL, fetch, end);
+                };
                 int64_t lines = std::min(block, last ? steps : steps - s - block) * PANEL / LINE;
-                Stream fetch(next, lines, amx_calls(count, length), count > TILE);
-                amx_products(registers, from + s * STEP<T>, stride_x, count, w, length, s == 0, last, c, PANEL, fetch, end);
+                if (rows > TILE)
+                    multiply(Stream(next, lines, amx_calls(count, length), true));
+                else
+                    multiply([](const uint32_t* now) {  // the next steps but one
+                        for (int64_t l = 0; l < TILE * PANEL; l += LINE) fetch_line(now + 2 * TILE * PANEL + l);
+                    });
             } else if (last)
                 tiles<T>(from + s * STEP<T>, stride_x, count, w, steps - s, sums, end, ahead);
             else
