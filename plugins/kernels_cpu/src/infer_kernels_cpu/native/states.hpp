@@ -7,8 +7,9 @@
 
 namespace infer {
 
-constexpr int64_t AHEAD = 16;         // tokens whose q, k and factors are prepared at a time
+constexpr int64_t AHEAD = 32;         // tokens whose q, k and factors are prepared at a time
 constexpr int COLUMNS = VECTORS * 2;  // vectors of a state's columns that are walked together, at most
+constexpr int SLICE = 4;              // the same of a copied state, whose slices lie in L1 meanwhile
 
 // In which rows of the states the sequences find and leave theirs; ``StateRows`` of the Python contract.
 struct StateRows {
@@ -56,6 +57,12 @@ inline void unit(const T* from, int64_t width, float factor, float* to) {
     over_vectors(width, [&](int64_t e, int n) { give(to + e, take(from + e, n) * scale, n); });
 }
 
+// Prefetches a row's values, to read them or to write them.
+template <int WRITE, class T>
+inline void fetch(const T* row, int64_t width) {
+    for (int64_t e = 0; e < width; e += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + e, WRITE);
+}
+
 // Calls body(N, first, lanes) for a state's columns: as many vectors at a time as there are, then the last lanes.
 template <int N = COLUMNS, class F>
 inline void over_columns(int64_t width, F body, int64_t e = 0) {
@@ -92,12 +99,12 @@ struct Columns {
         vf total[2][N] = {}, d[N];
         for (int i = 0; UPDATE && i < N; i++) d[i] = change[i];
         for (int64_t r = 0; r < rows; r++) {
-            vf factors[2] = {};
+            vf factors[2] = {}, added = UPDATE ? splat(add[r]) : vf{};
             for (int j = 0; j < READS; j++) factors[j] = splat(by[j][r]);
             for (int i = 0; i < N; i++) {
                 vf s = at(from + r * stride, i);
                 if constexpr (UPDATE) {
-                    s = fma(splat(add[r]), d[i], decay(r) * s);
+                    s = fma(added, d[i], decay(r) * s);
                     put(to + r * stride, i, s);
                 }
                 for (int j = 0; j < READS; j++) total[j][i] = fma(factors[j], s, total[j][i]);
@@ -107,9 +114,9 @@ struct Columns {
             for (int i = 0; i < N; i++) sums[j][i] = total[j][i];
     }
 
-    void copy(const float* from, float* to) const {
+    void copy(const float* from, int64_t from_stride, float* to, int64_t to_stride) const {
         for (int64_t r = 0; r < rows; r++)
-            for (int i = 0; i < N; i++) put(to + r * stride, i, at(from + r * stride, i));
+            for (int i = 0; i < N; i++) put(to + r * to_stride, i, at(from + r * from_stride, i));
     }
 };
 
@@ -126,28 +133,45 @@ struct Recurrent {
 
     // For each head of each sequence, calls prepare(head, first, count) for one block of tokens after the other, and
     // then walk(columns, head, first, count, e, from, to, saved), which leaves some columns of the state in ``to`` and
-    // calls saved(i) after the block's token i. A sequence works where it leaves its state, so one in place is not
-    // copied, and a chunk's state stays in cache.
-    template <class P, class W>
-    void run(int64_t tokens, P prepare, W walk) const {
+    // calls saved(i) after the block's token i. Meanwhile need(head, token) prefetches what the next block reads. A
+    // sequence works where it leaves its state, so one in place is not copied, and a chunk's state stays in cache. One of
+    // several blocks works in a copy by slices of columns, each of which lies in one piece: so many rows that are a power
+    // of two apart would meet in few sets of L1.
+    template <class P, class F, class W>
+    void run(int64_t tokens, P prepare, F need, W walk) const {
         int64_t size = state_rows * width * std::max<int64_t>(1, tokens / std::max<int64_t>(1, rows.sequences));
         int64_t each = std::min(heads, std::max<int64_t>(1, ALONE / std::max<int64_t>(1, size)));
         int64_t parts = (heads + each - 1) / each;
         parallel(rows.sequences * parts, [&](int64_t task) {
             int64_t b = task / parts, first_head = task % parts * each, begin = rows.offsets[b], end = rows.offsets[b + 1];
+            bool sliced = end - begin > AHEAD / 4;  // fewer are not worth a copy
+            float* slices = sliced ? scratch<float, struct Slices>(state_rows * (width + LANES)) : nullptr;
             for (int64_t h = first_head; begin < end && h < std::min(heads, first_head + each); h++) {
                 const float* from = state(rows.read[b], h);
                 float* to = state(rows.save[end - 1], h);
-                for (int64_t first = begin; first < end; first += AHEAD, from = to) {
-                    int64_t count = std::min(AHEAD, end - first);
-                    prepare(h, first, count);
-                    over_columns(width, [&](auto n, int64_t e, int lanes) {
-                        Columns<n> columns{state_rows, width, lanes};
-                        walk(columns, h, first, count, e, from + e, to + e, [&](int64_t i) {
+                for (int64_t first = begin, stop; first < end; first = stop) {
+                    stop = std::min(first + AHEAD, end);
+                    prepare(h, first, stop - first);
+                    for (int64_t token = stop; token < std::min(stop + AHEAD, end); token++) {
+                        need(h, token);
+                        fetch<1>(result(token, h), width);
+                    }
+                    auto some = [&](auto n, int64_t e, int lanes) {
+                        int64_t stride = sliced ? n * LANES : width;
+                        Columns<n> columns{state_rows, stride, lanes};
+                        float* own = sliced ? slices + e * state_rows : to + e;
+                        if (sliced && first == begin) columns.copy(from + e, width, own, stride);
+                        const float* now = sliced || first > begin ? own : from + e;
+                        walk(columns, h, first, stop - first, e, now, own, [&](int64_t i) {
                             int64_t row = rows.save[first + i];
-                            if (row >= 0 && first + i + 1 < end) columns.copy(to + e, state(row, h) + e);
+                            if (row < 0 || (!sliced && first + i + 1 == end)) return;
+                            columns.copy(own, stride, state(row, h) + e, width);
                         });
-                    });
+                    };
+                    if (sliced)
+                        over_columns<SLICE>(width, some);
+                    else
+                        over_columns(width, some);
                 }
             }
         });
@@ -196,8 +220,14 @@ void gated_delta_rule(const T* qkv, int64_t stride, const T* a, int64_t stride_a
             give(f.beta + e, max_beta * sigmoid(take(f.beta + e, n)), n);
         });
     };
-    layer.run(tokens, prepare, [&]<int N>(Columns<N> columns, int64_t h, int64_t first, int64_t count, int64_t e,
-                                          const float* from, float* to, auto saved) {
+    auto need = [&](int64_t h, int64_t token) {
+        const T* row = qkv + token * stride;
+        fetch<0>(row + h / each * K, K);
+        fetch<0>(row + (key_heads + h / each) * K, K);
+        fetch<0>(row + 2 * key_heads * K + h * V, V);
+    };
+    layer.run(tokens, prepare, need, [&]<int N>(Columns<N> columns, int64_t h, int64_t first, int64_t count, int64_t e,
+                                                const float* from, float* to, auto saved) {
         const float *k = keys(), *decays = k + 2 * AHEAD * K, *by_k = CHANNEL_DECAY ? decays + AHEAD * K : k;
         const float* by_q = by_k + AHEAD * K;
         const Factors& f = factors();
@@ -254,8 +284,14 @@ void state_space(const T* xbc, int64_t stride, const T* dt, int64_t stride_dt, i
             give(f.decay + e, exp(-rate[h] * step), n);
         });
     };
-    layer.run(tokens, prepare, [&]<int M>(Columns<M> columns, int64_t h, int64_t first, int64_t count, int64_t e,
-                                          const float* from, float* to, auto saved) {
+    auto need = [&](int64_t h, int64_t token) {
+        const T* row = xbc + token * stride;
+        fetch<0>(row + h * P, P);
+        fetch<0>(row + H * P + h / (H / groups) * N, N);
+        fetch<0>(row + H * P + (groups + h / (H / groups)) * N, N);
+    };
+    layer.run(tokens, prepare, need, [&]<int M>(Columns<M> columns, int64_t h, int64_t first, int64_t count, int64_t e,
+                                                const float* from, float* to, auto saved) {
         const float *b = inputs(), *c = b + AHEAD * N;
         const Factors& f = factors();
         vf sums[2][M], change[M];
@@ -295,28 +331,44 @@ inline void turn_weights(const T* weight, int64_t W, int lanes, float* to, int64
 template <class T>
 void causal_conv(const T* x, int64_t stride, int64_t tokens, int64_t C, const T* weight, const T* bias, int64_t W,
                  bool with_silu, T* states, int64_t stride_state, T* out, StateRows rows) {
+    constexpr int CONVOLVED = 4;  // tokens that share what is loaded
     auto convolve = [&](int64_t first, int64_t width) {  // some channels of all tokens
         float* turned = scratch<float, struct ConvWeights>(W * width);
         over_vectors(width, [&](int64_t e, int n) { turn_weights(weight + (first + e) * W, W, n, turned + e, width); });
-        const T** inputs = scratch<const T*, struct ConvInputs>(W);  // the last W, the oldest first
-        for (int64_t b = 0; b < rows.sequences; b++) {
+        const T** inputs = scratch<const T*, struct ConvInputs>(W - 1 + CONVOLVED);  // the oldest first
+        auto some = [&](auto count, int64_t b, int64_t t) {                         // tokens of a sequence
+            constexpr int N = count;
+            int64_t begin = rows.offsets[b], next = std::min<int64_t>(N, rows.offsets[b + 1] - t - N);
             const T* columns = states + rows.read[b] * stride_state;
-            for (int64_t begin = rows.offsets[b], t = begin; t < rows.offsets[b + 1]; t++) {
-                for (int64_t j = 0; j < W; j++) {
-                    int64_t from = t - begin + j - (W - 1);
-                    inputs[j] = first + (from < 0 ? columns + (t - begin + j) * C : x + (begin + from) * stride);
-                }
-                over_vectors(width, [&](int64_t e, int n) {
-                    vf total{};
-                    for (int64_t j = 0; j < W; j++)
-                        total = fma(take(turned + j * width + e, n), take(inputs[j] + e, n), total);
-                    if (bias) total += take(bias + first + e, n);
-                    give(out + t * C + first + e, with_silu ? silu(total) : total, n);
-                });
-                if (rows.save[t] < 0) continue;
-                T* saved = states + rows.save[t] * stride_state + first;  // may be where we read: the oldest goes first
-                for (int64_t j = 1; j < W; j++) std::memcpy(saved + (j - 1) * C, inputs[j], width * sizeof(T));
+            for (int64_t i = 0; i < W - 1 + N; i++) {
+                int64_t from = t - begin + i - (W - 1);
+                inputs[i] = first + (from < 0 ? columns + (t - begin + i) * C : x + (begin + from) * stride);
             }
+            over_vectors(width, [&](int64_t e, int n) {
+                for (int64_t i = t + N; i < t + N + next; i++) {
+                    __builtin_prefetch(x + i * stride + first + e);
+                    __builtin_prefetch(out + i * C + first + e, 1);
+                }
+                vf totals[N] = {};
+                for (int64_t j = 0; j < W; j++) {
+                    vf factor = take(turned + j * width + e, n);
+                    for (int i = 0; i < N; i++) totals[i] = fma(factor, take(inputs[i + j] + e, n), totals[i]);
+                }
+                for (int i = 0; i < N; i++) {
+                    if (bias) totals[i] += take(bias + first + e, n);
+                    give(out + (t + i) * C + first + e, with_silu ? silu(totals[i]) : totals[i], n);
+                }
+            });
+            for (int i = 0; i < N; i++) {
+                if (rows.save[t + i] < 0) continue;
+                T* saved = states + rows.save[t + i] * stride_state + first;  // may be where we read: the oldest goes first
+                for (int64_t j = 1; j < W; j++) std::memcpy(saved + (j - 1) * C, inputs[i + j], width * sizeof(T));
+            }
+        };
+        for (int64_t b = 0; b < rows.sequences; b++) {
+            int64_t t = rows.offsets[b], end = rows.offsets[b + 1];
+            for (; t + CONVOLVED <= end; t += CONVOLVED) some(std::integral_constant<int, CONVOLVED>{}, b, t);
+            for (; t < end; t++) some(std::integral_constant<int, 1>{}, b, t);
         }
     };
     constexpr int64_t MOST = 1024;  // channels whose weights stay in L1
