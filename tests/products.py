@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from infer.contracts.kernels import ExpertActivation
+from infer.contracts.kernels import ExpertActivation, GateActivation
 
 TIED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12.0])
 """The values of MXFP4, doubled."""
@@ -25,7 +25,7 @@ def near(found: Tensor, expected: Tensor) -> bool:
     return bool(error <= (2e-5 if found.dtype == torch.float32 else 1e-2) * size)
 
 
-def gated64(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
+def gated64(gate_up: Tensor, activation: ExpertActivation | GateActivation) -> Tensor:
     """Without a gate, ``gate_up`` has the values only."""
     if activation == "relu2":
         return gate_up.double().relu().square()
@@ -34,4 +34,6 @@ def gated64(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
     if activation == "clamped_swiglu":
         gate = gate.clamp(max=7)
         return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
+    if activation in ("sigmoid", "softplus"):
+        return up * (torch.sigmoid(gate) if activation == "sigmoid" else functional.softplus(gate))
     return up * (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh"))

@@ -182,8 +182,8 @@ def _elementwise(costs: Costs, kernels: TritonKernels, ceilings: Ceilings) -> It
             return lambda: kernels.rope_store_kv(q, k, v, rotary, caches[0], caches[1], flat)
 
         def gated(tokens: int = tokens) -> Run:
-            x = randn(tokens, 2 * width)
-            return lambda: kernels.gated(x, "silu")
+            gate, up = randn(tokens, 2 * width).chunk(2, dim=-1)
+            return lambda: kernels.gated(gate, up, "silu")
 
         sizes = {
             "add_rms_norm": (norm, 2 * (4 * tokens * D + D)),

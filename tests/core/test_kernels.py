@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
@@ -19,7 +20,7 @@ from tests.products import gated64
 from torch import Tensor
 
 from infer.contracts.attention import KV, AttentionSpec, HeadNorms, KVDtype, QuantizedKV, Rotary
-from infer.contracts.kernels import Activation
+from infer.contracts.kernels import Activation, GateActivation
 from infer.kernels.reference import SEGMENT, TILE, ReferenceKernels, exact_rows, plan_tiles
 from infer_kernels_cpu import native
 from infer_kernels_cpu.provider import CpuKernels
@@ -115,20 +116,31 @@ def test_rope(shape: tuple[int, int, int, int], shared: bool, dtype: torch.dtype
 
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_pytorch_tanh", "clamped_swiglu")
+GATES: tuple[GateActivation, ...] = (*ACTIVATIONS, "sigmoid", "softplus")
 
 
-@pairwise("shape activation dtype", ROWS_AND_SIZES, ACTIVATIONS, FLOATS)
-def test_gated_activations(shape: tuple[int, int], activation: Activation, dtype: torch.dtype) -> None:
+@pairwise("shape activation dtype", ROWS_AND_SIZES, GATES, FLOATS)
+def test_gated_activations(shape: tuple[int, int], activation: GateActivation, dtype: torch.dtype) -> None:
     rows, size = shape
     x = 4 * random(rows, 2 * size, dtype=dtype)
-    close(KERNELS.gated(x, activation), gated64(x, activation))
+    close(KERNELS.gated(x[:, :size], x[:, size:], activation), gated64(x, activation))
+
+
+@floats
+def test_gates_of_extremes(dtype: torch.dtype) -> None:
+    gate = torch.tensor([[-1e4, -100.0, -0.0, 0.0, 100.0, 1e4]], dtype=dtype)
+    found = {name: KERNELS.gated(gate, torch.full_like(gate, 2), name) for name in GATES[-2:]}
+    close(found["sigmoid"], torch.tensor([[0, 0, 1, 1, 2, 2]]).double())
+    log4 = 2 * math.log(2)
+    close(found["softplus"], torch.tensor([[0, 0, log4, log4, 200, 2 * float(gate[0, -1])]]).double())
+    assert all(result.isfinite().all() for result in found.values())
 
 
 @floats
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gated_activations_of_extremes(activation: Activation, dtype: torch.dtype) -> None:
     gate = torch.tensor([-1e4, -100.0, -0.0, 0.0, 100.0, 1e4], dtype=dtype)
-    result = KERNELS.gated(torch.cat((gate, torch.ones_like(gate)))[None], activation)
+    result = KERNELS.gated(gate[None], torch.ones_like(gate)[None], activation)
     expected = gate.double().clamp(min=0)
     if activation == "clamped_swiglu":  # (1 + 1) * x * sigmoid(1.702 x), with x at most 7
         expected = 2 * expected.clamp(max=7) / (1 + torch.exp(-1.702 * expected.clamp(max=7)))
@@ -408,8 +420,12 @@ def test_rows_of_head_norms_and_rope(rows: list[int], shape: tuple[int, int], dt
 @exact
 @given(rows_of, sizes, dtypes)
 def test_rows_of_activations(rows: list[int], size: int, dtype: torch.dtype) -> None:
-    for activation in ACTIVATIONS:
-        check_rows(lambda x, a=activation: KERNELS.gated(x, a), rows, 2 * size, dtype)  # type: ignore[misc]
+    for activation in GATES:
+
+        def gate(x: Tensor, activation: GateActivation = activation) -> Tensor:
+            return KERNELS.gated(x[:, :size], x[:, size:], activation)
+
+        check_rows(gate, rows, 2 * size, dtype)
     check_rows(lambda x: 30 * torch.tanh(x / 30), rows, size, dtype)  # a soft cap on logits, as Gemma's
 
 

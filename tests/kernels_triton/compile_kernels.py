@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import triton
@@ -28,7 +28,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from infer.contracts.attention import KV, AttentionSpec, HeadNorms, QuantizedKV, Ragged, Rotary
-from infer.contracts.kernels import Draws, Expert, Routing
+from infer.contracts.kernels import Draws, Expert, GateActivation, Routing
 from infer.weight import GroupedWeight
 from infer_kernels_triton import provider
 from infer_kernels_triton.configs import TABLE
@@ -257,8 +257,9 @@ def _layer(kernels: provider.TritonKernels, shape: Shape, lens: tuple[int, ...],
                 H, K, E, E**-0.5, window, sinks_H=_empty(H, dtype=torch.float32) if shape.sinks else None
             )
             kernels.extend_attention(q, kv, kv, ragged, spec)
-    kernels.gated(_empty(T, 2 * 6912, dtype=dtype), "silu")
-    kernels.gated(_empty(T, 2 * 6912, dtype=dtype), "gelu_pytorch_tanh")
+    gate, up = _empty(T, 2 * 6912, dtype=dtype).chunk(2, dim=-1)
+    for activation in get_args(GateActivation):
+        kernels.gated(gate, up, activation)
     if shape.experts and T > 1:
         expert = Expert(_empty(D, D, dtype=dtype), _empty(D, D // 2, dtype=dtype))
         packed = kernels.pack_experts([expert] * shape.experts, shape.experts)

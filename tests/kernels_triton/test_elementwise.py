@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.examples import slowly
 from torch import Tensor
 
 from infer.contracts.attention import HeadNorms, QuantizedKV, Rotary
-from infer.contracts.kernels import Activation
+from infer.contracts.kernels import Activation, GateActivation
 from infer.kernels.reference import ReferenceKernels, quantize
 from infer_kernels_triton.provider import TritonKernels
 
@@ -20,6 +21,7 @@ dtypes = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, *slowly(torch.float16)], ids=["fp32", "bf16", "fp16"]
 )
 activations = pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "clamped_swiglu"])
+gates = pytest.mark.parametrize("activation", get_args(GateActivation))
 ROWS_AND_SIZES = [(1, 1), (1, 16), (3, 17), (7, 64), (2, 257), (5, 1024), (33, 48), (2, 5000)]
 
 
@@ -128,19 +130,18 @@ def test_rope_store_kv_quantized(
 
 
 @dtypes
-@activations
+@gates
 @pytest.mark.parametrize(("rows", "size"), ROWS_AND_SIZES)
 def test_gated_activations(
-    kernels: TritonKernels, device: str, rows: int, size: int, activation: Activation, dtype: torch.dtype
+    kernels: TritonKernels, device: str, rows: int, size: int, activation: GateActivation, dtype: torch.dtype
 ) -> None:
-    x = (random(rows, 2 * size, dtype=dtype) * 4).to(device)
-    same(kernels.gated(x, activation), REFERENCE.gated(x, activation))
-    assert torch.equal(kernels.gated(x[-1:], activation), kernels.gated(x, activation)[-1:])
+    gate, up = (random(rows, 2 * size, dtype=dtype) * 4).to(device).chunk(2, dim=-1)
+    same(kernels.gated(gate, up, activation), REFERENCE.gated(gate, up, activation))
+    assert torch.equal(kernels.gated(gate[-1:], up[-1:], activation), kernels.gated(gate, up, activation)[-1:])
 
 
 @activations
 def test_gated_activations_of_extremes(kernels: TritonKernels, device: str, activation: Activation) -> None:
-    gate = torch.tensor([[-1e30, -200.0, -0.0, 0.0, 200.0, 1e12]])
-    x = torch.cat((gate, torch.ones_like(gate)), dim=1).to(device)
+    gate = torch.tensor([[-1e30, -200.0, -0.0, 0.0, 200.0, 1e12]]).to(device)
     highest = [14 / (1 + math.exp(-7 * 1.702))] * 2 if activation == "clamped_swiglu" else [200.0, 1e12]
-    same(kernels.gated(x, activation), torch.tensor([[0.0, 0.0, 0.0, 0.0, *highest]]))
+    same(kernels.gated(gate, torch.ones_like(gate), activation), torch.tensor([[0.0, 0.0, 0.0, 0.0, *highest]]))

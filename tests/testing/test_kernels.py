@@ -16,7 +16,7 @@ from torch import Tensor
 
 from infer.contracts.adapters import AdapterPart, AdapterRows
 from infer.contracts.attention import KV, AttentionSpec, HeadNorms, Ragged, Rotary
-from infer.contracts.kernels import Activation, Draws, Expert, ExpertActivation, PackedMemory, Routing
+from infer.contracts.kernels import Activation, Draws, Expert, ExpertActivation, GateActivation, PackedMemory, Routing
 from infer.contracts.states import DeltaRule, StateRows, StateSpace
 from infer.errors import SettingsError
 from infer.kernels.reference import PackedExperts, ReferenceKernels
@@ -47,7 +47,7 @@ def test_ours_pass(kind: str, seed: int) -> None:
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
-        ("gated", 1795836781000001),  # one value, at GELU's far end
+        ("gated", 14),  # one value, at GELU's far end
         ("gated_experts", 1795836781000005),  # a token whose experts cancel each other out
         ("extend_attention", 1795836781000005),  # a query of few keys among queries of many
         ("extend_attention_int8", 1795836781000006),
@@ -266,15 +266,14 @@ class Stays(ReferenceKernels):
 class Swapped(ReferenceKernels):
     def gated_linear(self, x_TK: Tensor, packed: Any, activation: Activation) -> Tensor:
         up, gate = self.linear(x_TK, packed).chunk(2, dim=-1)
-        return self.gated(torch.cat((gate, up), -1), activation)
+        return self.gated(gate, up, activation)
 
 
 @planted("gelu is computed without its tanh form", "gated", "gated with gelu_pytorch_tanh")
 class OtherGelu(ReferenceKernels):
-    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+    def gated(self, gate: Tensor, up: Tensor, activation: GateActivation) -> Tensor:
         if activation != "gelu_pytorch_tanh":
-            return super().gated(gate_up, activation)
-        gate, up = gate_up.chunk(2, dim=-1)
+            return super().gated(gate, up, activation)
         return (gate.float() * torch.sigmoid(1.702 * gate.float())).to(up.dtype) * up
 
 

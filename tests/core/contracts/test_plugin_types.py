@@ -126,8 +126,8 @@ class OneAtATime:
 
 
 class Kernels(ReferenceKernels):
-    def gated(self, gate_up: Tensor, activation: Any) -> Tensor:
-        return super().gated(gate_up, activation)
+    def gated(self, gate: Tensor, up: Tensor, activation: Any) -> Tensor:
+        return super().gated(gate, up, activation)
 
 
 class Doubled:

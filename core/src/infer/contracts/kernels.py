@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
 """Activation functions, by their names in ``config.json``; ``clamped_swiglu`` is gpt-oss's (see ``gated``)."""
+GateActivation = Literal[Activation, "sigmoid", "softplus"]
+"""Those of all gates, not only of MLPs."""
 ExpertActivation = Literal[Activation, "relu2"]
 """Those of experts: ``relu2``, max(x, 0)^2, is that of experts without a gate."""
 
@@ -193,11 +195,11 @@ class KernelsProtocol(Protocol):
     ) -> Tensor:
         """``rope``, then ``store_kv`` of the rotated K; returns the rotated q."""
 
-    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """activation(left half) * right half of the last dimension.
+    def gated(self, gate: Tensor, up: Tensor, activation: GateActivation) -> Tensor:
+        """activation(gate) * up, of tensors of one shape; either may be a part of the last dimension of another one.
 
-        With ``clamped_swiglu``, it is gate * sigmoid(1.702 gate) * (right half + 1), in which the gate is the left half
-        clamped to at most 7, and the right half is clamped to -7 .. 7."""
+        With ``clamped_swiglu``, it is gate * sigmoid(1.702 gate) * (up + 1), in which the gate is clamped to at most 7,
+        and ``up`` to -7 .. 7."""
 
     def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: KV, v_cache: KV, flat_T: Tensor) -> None:
         """Write each token's K and V at its flat index into the caches [blocks, block_size, K, E]. If ``v_cache`` is

@@ -61,7 +61,7 @@ ROWWISE = {
     "embedding": 1,
     "rms_norm": 1,
     "add_rms_norm": 2,
-    "gated": 1,
+    "gated": 2,
     "gated_rms_norm": 2,
 }
 """The kernels that work row by row, and how many of their first arguments are tensors of rows."""

@@ -88,7 +88,8 @@ def _gated_linear(kernels: KernelsProtocol, name: str, rows: tuple[Tensor, ...],
     (x,), (_, activation) = rows, rest
     weight = _weights(x, 2 * COLUMNS, x.shape[1])
     found = kernels.gated_linear(x, kernels.pack_gated(weight), activation)
-    return found, REFERENCE.gated(x.double() @ weight.double().T, activation)
+    gate, up = (x.double() @ weight.double().T).chunk(2, dim=-1)
+    return found, REFERENCE.gated(gate, up, activation)
 
 
 def _gated_experts(kernels: KernelsProtocol, name: str, rows: tuple[Tensor, ...], rest: tuple[Any, ...]) -> Pair:
@@ -102,7 +103,11 @@ def _gated_experts(kernels: KernelsProtocol, name: str, rows: tuple[Tensor, ...]
 
     def result(expert: Any) -> Tensor:
         inner = x.double() @ expert.gate_up_NK.double().T
-        hidden = inner.relu().square() if activation == "relu2" else REFERENCE.gated(inner, activation)
+        if activation == "relu2":
+            hidden = inner.relu().square()
+        else:
+            gate, up = inner.chunk(2, dim=-1)
+            hidden = REFERENCE.gated(gate, up, activation)
         out: Tensor = hidden.to(x.dtype).double() @ expert.down_NK.double().T
         return out
 

@@ -27,6 +27,7 @@ from infer.contracts.kernels import (
     Draws,
     Expert,
     ExpertActivation,
+    GateActivation,
     KernelsProtocol,
     RecorderProtocol,
     Routing,
@@ -132,7 +133,8 @@ class ReferenceKernels(KernelsProtocol):
         return self.pack(gate_up_NK, bias_N)
 
     def gated_linear(self, x_TK: Tensor, packed: Any, activation: Activation) -> Tensor:
-        return self.gated(self.linear(x_TK, packed), activation)
+        gate, up = self.linear(x_TK, packed).chunk(2, dim=-1)
+        return self.gated(gate, up, activation)
 
     def pack_adapter(self, parts: Sequence[AdapterPart]) -> Any:
         packed = []
@@ -221,11 +223,14 @@ class ReferenceKernels(KernelsProtocol):
             k_TKE = self.rms_norm(k_TKE, norms.k_weight_E, norms.eps, norms.unit_offset)
         return _rotate(q_THE, rotary.cos, rotary.sin), _rotate(k_TKE, rotary.cos, rotary.sin)
 
-    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
+    def gated(self, gate: Tensor, up: Tensor, activation: GateActivation) -> Tensor:
         gate = gate.float()
         if activation == "silu":
             gate = gate / (1.0 + torch.exp(-gate))
+        elif activation == "sigmoid":
+            gate = states.sigmoid(gate)
+        elif activation == "softplus":
+            gate = states.softplus(gate)
         elif activation == "clamped_swiglu":
             gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP) + 1
             gate = gate / (1.0 + torch.exp(-SLOPE * gate))

@@ -49,8 +49,8 @@ def gated_delta_rule(
         for t in range(begin, end):
             q, k, v = (x.float() for x in torch.split_with_sizes(qkv_TC[t], (keys, keys, H * V)))
             q_HK, k_HK = (_unit(x.view(-1, K)).repeat_interleave(each, 0) for x in (q, k))
-            beta_H = rule.max_beta * _sigmoid(b_TH[t].float())
-            decay_A = torch.exp(-rate_A * _softplus(a_TA[t].float() + rule.dt_bias_A))
+            beta_H = rule.max_beta * sigmoid(b_TH[t].float())
+            decay_A = torch.exp(-rate_A * softplus(a_TA[t].float() + rule.dt_bias_A))
             state_HKV = state_HKV * decay_A.view(H, -1, 1)
             known_HV = (state_HKV * k_HK[:, :, None]).sum(1)
             change_HV = (v.view(H, V) - known_HV) * beta_H[:, None]
@@ -73,7 +73,7 @@ def state_space(xbc_TC: Tensor, dt_TH: Tensor, space: StateSpace, state_RHNP: Te
             x, b, c = (x.float() for x in torch.split_with_sizes(xbc_TC[t], (H * P, groups, groups)))
             x_HP = x.view(H, P)
             b_HN, c_HN = (x.view(-1, N).repeat_interleave(H // space.num_groups, 0) for x in (b, c))
-            dt_H = _softplus(dt_TH[t].float() + space.dt_bias_H).clamp(space.dt_min, space.dt_max)
+            dt_H = softplus(dt_TH[t].float() + space.dt_bias_H).clamp(space.dt_min, space.dt_max)
             state_HNP = state_HNP * torch.exp(-space.rate_H * dt_H)[:, None, None]
             state_HNP = state_HNP + b_HN[:, :, None] * (x_HP * dt_H[:, None])[:, None, :]
             out_THP[t] = (state_HNP * c_HN[:, :, None]).sum(1) + space.skip_H[:, None] * x_HP
@@ -112,10 +112,10 @@ def _silu(x: Tensor) -> Tensor:
     return x / (1.0 + torch.exp(-x))
 
 
-def _sigmoid(x: Tensor) -> Tensor:
+def sigmoid(x: Tensor) -> Tensor:
     return 1.0 / (1.0 + torch.exp(-x))
 
 
-def _softplus(x: Tensor) -> Tensor:
+def softplus(x: Tensor) -> Tensor:
     """log(1 + e^x), without overflow."""
     return torch.log1p(torch.exp(-x.abs())) + x.clamp(min=0)

@@ -99,7 +99,7 @@ FUNCTIONS: dict[str, list[type]] = {
         *(_KIND, *_TENSOR, *_TENSOR, *_TENSOR, _POINTER, _POINTER, _SIZE),
         *(_POINTER, _POINTER, _REAL, c_int, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, *_CACHE, *_CACHE),
     ],
-    "gated": [_KIND, _POINTER, _SIZE, _SIZE, _SIZE, c_int, _POINTER],
+    "gated": [_KIND, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _SIZE, c_int, _POINTER],
     "extend_attention": [
         *(_KIND, *_TENSOR, *_CACHE, *_CACHE, _POINTER, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE),
         *(_SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _REAL, _REAL, _POINTER),

@@ -15,7 +15,16 @@ from torch.nn.functional import pad
 
 from infer.contracts.adapters import AdapterPart, AdapterRows
 from infer.contracts.attention import KV, AttentionSpec, Ragged, Rotary
-from infer.contracts.kernels import Activation, Draws, Expert, ExpertActivation, PackedMemory, RecorderProtocol, Routing
+from infer.contracts.kernels import (
+    Activation,
+    Draws,
+    Expert,
+    ExpertActivation,
+    GateActivation,
+    PackedMemory,
+    RecorderProtocol,
+    Routing,
+)
 from infer.contracts.states import DeltaRule, StateRows, StateSpace
 from infer.device import pages
 from infer.kernels.quantize import unfilled
@@ -43,8 +52,8 @@ from infer_kernels_cpu.recording import Recorder
 
 CHUNK = 1 << 20
 """How many weights of a type without a number are converted at a time."""
-GATES: dict[ExpertActivation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}
-GATES |= {"clamped_swiglu": 3, "relu2": 4}
+GATES: dict[GateActivation | ExpertActivation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}
+GATES |= {"clamped_swiglu": 3, "relu2": 4, "sigmoid": 5, "softplus": 6}
 """The native code's numbers of the activations (its ``Gate``)."""
 
 
@@ -360,11 +369,11 @@ class CpuKernels(ReferenceKernels):
         )
         return out_THE
 
-    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        T, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = self._empty(T, width, dtype=gate_up.dtype)
-        kind, gate = KINDS[gate_up.dtype], GATES[activation]
-        self.native.infer_gated(kind, gate_up.data_ptr(), gate_up.stride(0), T, width, gate, out.data_ptr())
+    def gated(self, gate: Tensor, up: Tensor, activation: GateActivation) -> Tensor:
+        T, width = up.shape
+        out = self._empty(T, width, dtype=up.dtype)
+        gates, ups = (gate.data_ptr(), gate.stride(0)), (up.data_ptr(), up.stride(0))
+        self.native.infer_gated(KINDS[up.dtype], *gates, *ups, T, width, GATES[activation], out.data_ptr())
         return out
 
     def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:

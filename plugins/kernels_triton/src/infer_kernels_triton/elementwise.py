@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from infer.contracts.attention import KV, QuantizedKV, Rotary
-from infer.contracts.kernels import Activation
+from infer.contracts.kernels import GateActivation
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -188,13 +188,33 @@ def rope_store_kernel(
 
 
 @triton.jit
-def gated_kernel(gate_up_ptr, out_ptr, stride_t, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def softplus(x):
+    """log(1 + e^x), by the inverse of tanh so that small e^x are not rounded to nothing beside 1."""
+    y = tl.exp(-tl.abs(x))
+    s = y / (2.0 + y)
+    square = s * s
+    p = 2.0 / 17
+    p = p * square + 2.0 / 15
+    p = p * square + 2.0 / 13
+    p = p * square + 2.0 / 11
+    p = p * square + 2.0 / 9
+    p = p * square + 2.0 / 7
+    p = p * square + 2.0 / 5
+    p = p * square + 2.0 / 3
+    p = p * square + 2.0
+    return p * s + tl.where(x < 0, 0.0, x)
+
+
+@triton.jit
+def gated_kernel(
+    gate_ptr, up_ptr, out_ptr, stride_gate, stride_up, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):
     """One program computes BLOCK columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = column < size
-    gate = tl.load(gate_up_ptr + row * stride_t + column, mask=real, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * stride_t + size + column, mask=real, other=0.0)
+    gate = tl.load(gate_ptr + row * stride_gate + column, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * stride_up + column, mask=real, other=0.0)
     if ACTIVATION == "clamped_swiglu":
         gate = tl.where(gate > 7.0, 7.0, gate)
         active = gate * tl.sigmoid(1.702 * gate)
@@ -204,6 +224,10 @@ def gated_kernel(gate_up_ptr, out_ptr, stride_t, size, ACTIVATION: tl.constexpr,
     elif ACTIVATION == "gelu_pytorch_tanh":
         # 0.5 (1 + tanh(z)) is sigmoid(2 z).
         active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    elif ACTIVATION == "sigmoid":
+        active = tl.sigmoid(gate)
+    elif ACTIVATION == "softplus":
+        active = softplus(gate)
     else:
         active = gate * tl.sigmoid(gate)
     out = active.to(up.dtype).to(tl.float32) * up.to(tl.float32)
@@ -298,13 +322,14 @@ def rope_store_kv(
     return out_THE
 
 
-def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+def gated(gate: Tensor, up: Tensor, activation: GateActivation) -> Tensor:
     """``KernelsProtocol.gated``."""
-    flat = gate_up.flatten(0, -2)
-    T, size = flat.shape[0], flat.shape[1] // 2
-    out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
+    out = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+    gate, up = gate.flatten(0, -2), up.flatten(0, -2)
+    T, size = up.shape
     block = min(1024, triton.next_power_of_2(size))
+    strides = gate.stride(0), up.stride(0)
     gated_kernel[(T, triton.cdiv(size, block))](
-        flat, out, flat.stride(0), size, ACTIVATION=activation, BLOCK=block, enable_fp_fusion=True
+        gate, up, out, *strides, size, ACTIVATION=activation, BLOCK=block, enable_fp_fusion=True
     )
     return out

@@ -265,7 +265,11 @@ def gated_experts(
         return out
 
     hidden = product(x_TD, packed.gate_up_XNK, packed.gate_up_bias_XN, True)
-    hidden = hidden.relu_().square_() if activation == "relu2" else gated(hidden, activation)
+    if activation == "relu2":
+        hidden = hidden.relu_().square_()
+    else:
+        gate, up = hidden.chunk(2, dim=-1)
+        hidden = gated(gate, up, activation)
     results = product(hidden, packed.down_XNK, packed.down_bias_XN, False)
     block = min(1024, triton.next_power_of_2(D))
     combine_kernel[(T, triton.cdiv(D, block))](

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Rotary
-from infer.contracts.kernels import Activation, Draws, Expert, ExpertActivation, RecorderProtocol, Routing
+from infer.contracts.kernels import Draws, Expert, ExpertActivation, GateActivation, RecorderProtocol, Routing
 from infer.contracts.states import DeltaRule, StateRows, StateSpace
 from infer.errors import SettingsError
 from infer.kernels.reference import SMALLEST_SUM, ReferenceKernels
@@ -112,8 +112,8 @@ class TritonKernels(ReferenceKernels):
     ) -> Tensor:
         return elementwise.rope_store_kv(q_THE, k_TKE, v_TKE, rotary, k_cache, v_cache, flat_T)
 
-    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        return elementwise.gated(gate_up, activation)
+    def gated(self, gate: Tensor, up: Tensor, activation: GateActivation) -> Tensor:
+        return elementwise.gated(gate, up, activation)
 
     def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
         fitting = (c for c in self._config(q_THE.dtype).attention if c.head_size >= spec.head_size)

@@ -19,29 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from infer.contracts.states import DeltaRule, StateRows, StateSpace
+from infer_kernels_triton.elementwise import softplus
 
 STATE_COLUMNS = 32
 """Columns of a state per program; the more programs a sequence has, the less time a decode takes."""
 CHANNELS = 256
 """Channels of a convolution per program."""
-
-
-@triton.jit
-def _softplus(x):
-    """log(1 + e^x), by the inverse of tanh so that small e^x are not rounded to nothing beside 1."""
-    y = tl.exp(-tl.abs(x))
-    s = y / (2.0 + y)
-    square = s * s
-    p = 2.0 / 17
-    p = p * square + 2.0 / 15
-    p = p * square + 2.0 / 13
-    p = p * square + 2.0 / 11
-    p = p * square + 2.0 / 9
-    p = p * square + 2.0 / 7
-    p = p * square + 2.0 / 5
-    p = p * square + 2.0 / 3
-    p = p * square + 2.0
-    return p * s + tl.where(x < 0, 0.0, x)
 
 
 @triton.jit
@@ -162,10 +145,10 @@ def delta_kernel(
         beta = max_beta * tl.sigmoid(tl.load(b_ptr + token * stride_b + h).to(tl.float32))
         if CHANNEL_DECAY:
             a_k = tl.load(a_ptr + token * stride_a + h * K + size_k, mask=real_k, other=0.0).to(tl.float32)
-            state_kv = state_kv * tl.exp(-rate * _softplus(a_k + dt_bias))[:, None]
+            state_kv = state_kv * tl.exp(-rate * softplus(a_k + dt_bias))[:, None]
         else:
             a = tl.load(a_ptr + token * stride_a + h).to(tl.float32)
-            state_kv = state_kv * tl.exp(-rate * _softplus(a + dt_bias))
+            state_kv = state_kv * tl.exp(-rate * softplus(a + dt_bias))
         change_v = (v_v - tl.sum(state_kv * k_k[:, None], 0)) * beta
         state_kv = state_kv + k_k[:, None] * change_v[None, :]
         out_v = tl.sum(state_kv * q_k[:, None], 0)
@@ -222,7 +205,7 @@ def space_kernel(
         x_p = tl.load(row + h * P + size_p, mask=real_p, other=0.0).to(tl.float32)
         b_n = tl.load(row + first_n, mask=real_n, other=0.0).to(tl.float32)
         c_n = tl.load(row + GROUPS * N + first_n, mask=real_n, other=0.0).to(tl.float32)
-        dt = _softplus(tl.load(dt_ptr + token * stride_dt + h).to(tl.float32) + dt_bias)
+        dt = softplus(tl.load(dt_ptr + token * stride_dt + h).to(tl.float32) + dt_bias)
         dt = tl.where(dt < dt_min, dt_min, tl.where(dt > dt_max, dt_max, dt))
         state_np = state_np * tl.exp(-rate * dt) + b_n[:, None] * (x_p * dt)[None, :]
         out_p = tl.sum(state_np * c_n[:, None], 0) + skip * x_p

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infer.contracts.attention import AttentionSpec, HeadNorms, Rotary
 from infer.contracts.cache import KVCacheView
-from infer.contracts.kernels import Activation
+from infer.contracts.kernels import Activation, GateActivation
 from infer.errors import CheckpointError
 from infer_layers.linear import Linear, RMSNorm
 from infer_layers.rotary import RopeParameters, ScaledRotary, rotary_order
@@ -132,7 +132,7 @@ class Attention:
         self._sizes = [H * E] * gated + [H * E, *self._qkv.sizes[1:]]
         self._gate = 0 if gated else None if gate is None else -1
         """Where the gates are behind q."""
-        self._open = _softplus if gate and gate.activation == "softplus" else sigmoid
+        self._activation: GateActivation = gate.activation if gate else "sigmoid"
         self._v_norm: tuple[Tensor, float] | None = None
         if v_norm_eps is not None and not shared:
             ones_E = torch.ones(E, dtype=weights.context.dtype, device=weights.context.device)
@@ -180,11 +180,13 @@ class Attention:
             rotary = rotary._replace(norms=self._head_norms)
         out_THE = cache.attend(self.layer, q_THE, k_TKE, v_TKE, rotary)
         out_NHE = select(out_THE, rows_N)
+        out_ND = out_NHE.flatten(1)
         if gate is not None:
-            open_N = self._open(select(gate, rows_N).float())
-            open_NHE = open_N.view(-1, self.spec.num_heads, gate.shape[1] // self.spec.num_heads)
-            out_NHE = (open_NHE * out_NHE.float()).to(out_NHE.dtype)
-        return self._out(out_NHE.flatten(1))
+            gate_ND = select(gate, rows_N)
+            if gate_ND.shape != out_ND.shape:  # one for each head
+                gate_ND = gate_ND[..., None].expand(out_NHE.shape).flatten(1)
+            out_ND = self._kernels.gated(gate_ND, out_ND, self._activation)
+        return self._out(out_ND)
 
     def _reading(self, x_ND: Tensor, rotary: Rotary | None, cache: KVCacheView, rows_N: Tensor | None) -> Tensor:
         """[N, D], of the wanted rows. A view takes queries of all rows, so the others are zeros."""
@@ -195,16 +197,6 @@ class Attention:
         rotary = rotary._replace(norms=self._head_norms)
         out_THE = cache.attend(self.layer, q_THE, None, None, rotary)
         return self._out(select(out_THE, rows_N).flatten(1))
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """The same bits wherever a value stands."""
-    # Not torch.sigmoid, whose vector and scalar forms differ in the last bit.
-    return 1.0 / (1.0 + torch.exp(-x))
-
-
-def _softplus(x: Tensor) -> Tensor:
-    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
 
 
 def select(x: Tensor, rows_N: Tensor | None) -> Tensor:

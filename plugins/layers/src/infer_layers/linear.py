@@ -116,7 +116,10 @@ class Linear:
         product = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
         if self._adapted is not None:
             self._adapted.add(x_TK, product)
-        return product if self._activation is None else self._kernels.gated(product, self._activation)
+        if self._activation is None:
+            return product
+        gate, up = product.chunk(2, dim=-1)
+        return self._kernels.gated(gate, up, self._activation)
 
 
 class Norm(Protocol):

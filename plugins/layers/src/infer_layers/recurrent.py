@@ -13,7 +13,7 @@ from infer.contracts.cache import KVCacheView
 from infer.contracts.states import DeltaRule, State, StateSpec
 from infer.errors import CheckpointError
 from infer.weight import exponential
-from infer_layers.blocks import select, sigmoid
+from infer_layers.blocks import select
 from infer_layers.config import LARGEST
 from infer_layers.linear import Linear, RMSNorm
 from infer_layers.mamba import CausalConv, state_of
@@ -193,7 +193,7 @@ class KimiDelta(_DeltaMixer):
 
     def _gated(self, y_ND: Tensor, gate_NG: Tensor) -> Tensor:
         normal_ND = self._norm(y_ND.view(-1, self._rule.value_size)).view(y_ND.shape)
-        return (normal_ND.float() * sigmoid(self._gate(gate_NG).float())).to(y_ND.dtype)
+        return self._kernels.gated(self._gate(gate_NG), normal_ND, "sigmoid")
 
 
 def _apart(groups: int, parts: tuple[int, ...]) -> Tensor:

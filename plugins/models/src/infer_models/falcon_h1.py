@@ -93,8 +93,8 @@ class ScaledMLP:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         gate_TI, up_TI = self._gate_up(x_TD).chunk(2, dim=-1)
-        gate_up = torch.cat((gate_TI * self._factors[0], up_TI), dim=-1)
-        return self._down(self._kernels.gated(gate_up, self._activation)) * self._factors[1]
+        gated_TI = self._kernels.gated(gate_TI * self._factors[0], up_TI, self._activation)
+        return self._down(gated_TI) * self._factors[1]
 
 
 class FalconH1Layer(LlamaLayer):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
@@ -225,7 +224,7 @@ class LayerInput:
         self.norm = c.norm(w, f"{name}.post_per_layer_input_norm")
 
     def __call__(self, x_TD: Tensor, input_TP: Tensor) -> Tensor:
-        gated_TP = self._kernels.gated(torch.cat((self.gate(x_TD), input_TP), -1), self.activation)
+        gated_TP = self._kernels.gated(self.gate(x_TD), input_TP, self.activation)
         return x_TD + self.norm(self.projection(gated_TP))
 
 

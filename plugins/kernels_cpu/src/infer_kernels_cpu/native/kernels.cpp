@@ -194,8 +194,12 @@ EXPORT void infer_rope_store_kv(int kind, const void* q, int64_t stride_q, int64
     END
 }
 
-EXPORT void infer_gated(int kind, const void* x, int64_t stride, int64_t rows, int64_t width, int gate, void* out) {
-    TYPED(kind) gated_rows(static_cast<const T*>(x), stride, rows, width, Gate(gate), static_cast<T*>(out)); END
+EXPORT void infer_gated(int kind, const void* gate, int64_t stride_gate, const void* up, int64_t stride_up, int64_t rows,
+                        int64_t width, int activation, void* out) {
+    TYPED(kind)
+        gated_rows(static_cast<const T*>(gate), stride_gate, static_cast<const T*>(up), stride_up, rows, width,
+                   Gate(activation), static_cast<T*>(out));
+    END
 }
 
 EXPORT void infer_extend_attention(int kind, const void* q, int64_t stride_q, int64_t stride_qh, const void* k_cache,

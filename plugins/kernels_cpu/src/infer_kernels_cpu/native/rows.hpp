@@ -132,13 +132,15 @@ void rope_store_kv(const T* q, int64_t stride_q, int64_t stride_qh, const T* k, 
 
 // out = activation(left half) * right half of each row.
 template <class T>
-void gated_rows(const T* x, int64_t stride, int64_t rows, int64_t width, Gate kind, T* out) {
+void gated_rows(const T* gate, int64_t stride_gate, const T* up, int64_t stride_up, int64_t rows, int64_t width, Gate kind,
+                T* out) {
     over_rows(rows, 2 * width, [&](int64_t first, int64_t end) {
-        for (int64_t r = first; r < end; r++)
+        for (int64_t r = first; r < end; r++) {
+            const T *gates = gate + r * stride_gate, *ups = up + r * stride_up;
             over_vectors(width, [&](int64_t e, int n) {
-                const T* gate = x + r * stride + e;
-                give(out + r * width + e, gated<T>(take(gate, n), take(gate + width, n), kind), n);
+                give(out + r * width + e, gated<T>(take(gates + e, n), take(ups + e, n), kind), n);
             });
+        }
     });
 }
 

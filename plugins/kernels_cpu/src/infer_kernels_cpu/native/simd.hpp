@@ -284,7 +284,19 @@ inline vf exp(vf x) {
 
 inline vf tanh(vf x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
-enum class Gate { NONE, SILU, GELU, CLAMPED, SQUARE };  // SQUARE is that of experts without a gate
+inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
+
+inline vf silu(vf x) { return x / (1.0f + exp(-x)); }
+
+// log(1 + e^x) = max(x, 0) + log(1 + y) for y = e^-|x|; log(1 + y) = 2 artanh(y / (2 + y)), by its series.
+inline vf softplus(vf x) {
+    vf y = exp(x < 0 ? x : -x), s = y / (2.0f + y), square = s * s, p = splat(2.0f / 17);
+    for (float n : {15, 13, 11, 9, 7, 5, 3, 1}) p = fma(p, square, splat(2.0f / n));
+    return fma(p, s, x < 0 ? vf{} : x);
+}
+
+// SQUARE is that of experts without a gate, and the last two are those of no MLP.
+enum class Gate { NONE, SILU, GELU, CLAMPED, SQUARE, SIGMOID, SOFTPLUS };
 
 // activation(gate) * through; gelu in its tanh form.
 template <class T>
@@ -296,7 +308,9 @@ inline vf gated(vf gate, vf through, Gate kind) {
     }
     vf open = kind == Gate::GELU
                   ? 0.5f * gate * (1.0f + tanh(0.7978845608028654f * (gate + 0.044715f * gate * gate * gate)))
-                  : gate / (1.0f + exp(-gate));
+              : kind == Gate::SIGMOID  ? sigmoid(gate)
+              : kind == Gate::SOFTPLUS ? softplus(gate)
+                                       : silu(gate);
     return rounded<T>(open) * through;
 }
 

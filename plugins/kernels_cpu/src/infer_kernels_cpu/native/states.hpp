@@ -18,17 +18,6 @@ struct StateRows {
     int64_t sequences;
 };
 
-inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
-
-inline vf silu(vf x) { return x / (1.0f + exp(-x)); }
-
-// log(1 + e^x) = max(x, 0) + log(1 + y) for y = e^-|x|; log(1 + y) = 2 artanh(y / (2 + y)), by its series.
-inline vf softplus(vf x) {
-    vf y = exp(x < 0 ? x : -x), s = y / (2.0f + y), square = s * s, p = splat(2.0f / 17);
-    for (float n : {15, 13, 11, 9, 7, 5, 3, 1}) p = fma(p, square, splat(2.0f / n));
-    return fma(p, s, x < 0 ? vf{} : x);
-}
-
 // The sum of products of a(e, lanes) and b(e, lanes) over a row, as 16 chains whatever the vectors' width.
 template <class A, class B>
 inline float dot(int64_t width, A a, B b) {

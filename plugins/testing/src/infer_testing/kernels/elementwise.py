@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from infer.contracts.attention import HeadNorms, QuantizedKV, Rotary
-from infer_testing.kernels.provider import ACTIVATIONS, EXACT, SHAPES, Provider, check, wide
+from infer_testing.kernels.provider import EXACT, GATES, SHAPES, Provider, check, wide
 from infer_testing.numbers import compare, equal_bits, unchanged
 from infer_testing.suite import Skipped, Violation
 
@@ -141,15 +141,19 @@ def store_kv_int8(p: Provider, draw: random.Random) -> None:
             )
 
 
-@check("gated gives activation(left half) * right half", 18)
+@check("gated gives activation(gate) * up, whatever tensor either is a part of", 24)
 def gated(p: Provider, draw: random.Random) -> None:
-    (rows, size), dtype, activation = draw.choice(SHAPES), p.dtype(draw), draw.choice(ACTIVATIONS)
-    x = 4 * p.tensor(rows, 2 * size, dtype=dtype, draw=draw)
-    with unchanged("gated", gate_up=x):
-        found = p.kernels.gated(x, activation)
-    exact, terms = EXACT.gated(wide(x), activation), wide(x)[:, :size] * wide(x)[:, size:]
-    compare(f"gated with {activation} of {[rows, 2 * size]}", found, exact, dtype, terms=terms)
-    gate = torch.tensor([-1e4, -100.0, -0.0, 0.0, 100.0, 1e4], dtype=dtype, device=p.device)
-    extreme = torch.cat((gate, torch.ones_like(gate)))[None]
-    exact = EXACT.gated(wide(extreme), activation)
-    compare(f"gated with {activation} of extremes", p.kernels.gated(extreme, activation), exact, dtype)
+    (rows, size), dtype, activation = draw.choice(SHAPES), p.dtype(draw), draw.choice(GATES)
+    parts = 4 * p.tensor(rows, 3 * size, dtype=dtype, draw=draw)
+    up, gate = parts[:, :size], parts[:, 2 * size :]
+    if draw.random() < 0.5:
+        up = up.contiguous()
+    with unchanged("gated", gate=gate, up=up):
+        found = p.kernels.gated(gate, up, activation)
+    exact, least = EXACT.gated(wide(gate), wide(up), activation), float(activation in ("sigmoid", "softplus"))
+    terms = wide(up) * wide(gate).abs().clamp(min=least)
+    compare(f"gated with {activation} of {[rows, size]}", found, exact, dtype, terms=terms)
+    extreme = torch.tensor([[-1e4, -100.0, -0.0, 0.0, 100.0, 1e4]], dtype=dtype, device=p.device)
+    exact = EXACT.gated(wide(extreme), wide(torch.ones_like(extreme)), activation)
+    found = p.kernels.gated(extreme, torch.ones_like(extreme), activation)
+    compare(f"gated with {activation} of extremes", found, exact, dtype)

@@ -83,7 +83,11 @@ def _compare(p: Provider, m: Mixture, activation: ExpertActivation, dtype: torch
         assert isinstance(down, Tensor)
         inner, outer = (None if bias is None else wide(bias) for bias in biases)
         product = torch.nn.functional.linear(wide(m.x), wide(gate_up), inner)
-        hidden = product.relu().square() if activation == "relu2" else EXACT.gated(product, activation)
+        if activation == "relu2":
+            hidden = product.relu().square()
+        else:
+            gate, up = product.chunk(2, dim=-1)
+            hidden = EXACT.gated(gate, up, activation)
         result = torch.nn.functional.linear(hidden, wide(down), outer).double()
         share = (m.shares_TJ * (m.experts_TJ == index)).sum(1, keepdim=True)
         exact += share.cpu().double() * result

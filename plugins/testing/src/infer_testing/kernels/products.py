@@ -46,8 +46,8 @@ def gated_linear(p: Provider, draw: random.Random) -> None:
     weight, x = p.tensor(2 * size, k, dtype=dtype, draw=draw), p.tensor(rows, k, dtype=dtype, draw=draw)
     bias = p.tensor(2 * size, dtype=dtype, draw=draw) if draw.random() < 0.5 else None
     found = p.kernels.gated_linear(x, p.kernels.pack_gated(weight, bias), activation)
-    gate_up = p.kernels.linear(x, p.kernels.pack(weight, bias))
-    compare(f"gated_linear with {activation} of {rows} rows", found, EXACT.gated(wide(gate_up), activation), dtype)
+    gate, up = wide(p.kernels.linear(x, p.kernels.pack(weight, bias))).chunk(2, dim=-1)
+    compare(f"gated_linear with {activation} of {rows} rows", found, EXACT.gated(gate, up, activation), dtype)
 
 
 @check("add_adapters adds scale * B (A x) to the rows with an adapter, each as alone, and to no others", 8)

@@ -10,7 +10,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from infer.contracts.kernels import Activation, KernelsProtocol
+from infer.contracts.kernels import Activation, GateActivation, KernelsProtocol
 from infer.kernels.reference import ReferenceKernels
 from infer_testing.numbers import random_tensor
 from infer_testing.suite import Suite
@@ -23,6 +23,7 @@ ROWS = (*range(1, 18), 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129, 200)
 """Numbers of rows that kernels are tried with, and compared with the same rows among MOST_ROWS."""
 MOST_ROWS = 300
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+GATES: tuple[GateActivation, ...] = get_args(GateActivation)
 
 
 @dataclass

@@ -109,7 +109,7 @@ class Stage:
             "embedding": lambda: k.embedding(self.ids.tensor, self.packed),
             "linear": lambda: k.linear(self.x, self.packed),
             "gated_linear": lambda: k.gated_linear(self.x, self.gated, "silu"),
-            "gated": lambda: k.gated(self.x, "silu"),
+            "gated": lambda: k.gated(self.x, self.y, "silu"),
             "rms_norm": lambda: k.rms_norm(self.x, self.weight_D, 1e-6),
             "add_rms_norm": lambda: torch.cat(k.add_rms_norm(self.x, self.y, self.weight_D, 1e-6)),
             "rope": lambda: torch.cat(k.rope(q, self.kv[:, 0], rotary), 1),

@@ -15,7 +15,7 @@ from infer.errors import SettingsError
 from infer_testing.kernels.elementwise import head_norms
 from infer_testing.kernels.experts import Mixture
 from infer_testing.kernels.products import grouped_weight
-from infer_testing.kernels.provider import ACTIVATIONS, MOST_ROWS, ROWS, Provider, check
+from infer_testing.kernels.provider import GATES, MOST_ROWS, ROWS, Provider, check
 from infer_testing.kernels.sampling import asked, random_draws
 from infer_testing.kernels.states import GROUPS
 from infer_testing.suite import Skipped, Violation
@@ -50,10 +50,10 @@ def _several(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def rows_of_elementwise(p: Provider, draw: random.Random) -> None:
     dtype, size = p.dtype(draw), draw.choice([16, 48, 65, 128, 1000])
     x, weight = 3 * p.tensor(MOST_ROWS, 2 * size, dtype=dtype, draw=draw), p.tensor(size, dtype=dtype, draw=draw)
-    left, unit, activation = x[:, :size].contiguous(), draw.random() < 0.5, draw.choice(ACTIVATIONS)
+    left, unit, activation = x[:, :size].contiguous(), draw.random() < 0.5, draw.choice(GATES)
     rowwise("rms_norm", lambda x: p.kernels.rms_norm(x, weight, 1e-6, unit), left)
     rowwise("add_rms_norm", lambda x: p.kernels.add_rms_norm(x, 2 * x, weight, 1e-6, unit), left)
-    rowwise(f"gated with {activation}", lambda x: p.kernels.gated(x, activation), x)
+    rowwise(f"gated with {activation}", lambda x: p.kernels.gated(x[:, :size], x[:, size:], activation), x)
     heads, head = draw.choice([(1, 16), (3, 18), (2, 128)])
     q = p.tensor(MOST_ROWS, heads, head, dtype=dtype, draw=draw)
     angles, norms = p.tensor(MOST_ROWS, head // 2, draw=draw), head_norms(p, head, dtype, draw)
