@@ -448,6 +448,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "peers_quantized": peers("2026-11-22-zen5-2-cores-peers-quantized-Llama-3.2-1B"),
     "peers_experts": peers("2026-11-22-zen5-2-cores-peers-Granite-3.1-1B-A400M"),
     "peers_amx_dense": peers("2026-11-30-xeon-amx-2-cores-peers-Qwen3-0.6B"),
+    "peers_amx_delta": peers("2026-12-01-xeon-amx-2-cores-peers-Qwen3.5-0.8B"),
     "peers_amx": peers("2026-11-22-xeon-amx-2-cores-peers-Granite-3.1-1B-A400M"),
     "peers_amx_experts": peers("2026-11-22-xeon-amx-2-cores-peers-OLMoE-1B-7B"),
     "quality": quality,

@@ -10,7 +10,7 @@ import statistics
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import llama_cpp
 import numpy as np
 
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "granitemoe": "granitemoe", "olmoe": "olmoe"}
+ARCHITECTURES |= {"qwen3_5_text": "qwen35"}
 LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -35,6 +36,19 @@ LAYER = {
     "block_sparse_moe.router.layer": "ffn_gate_inp",
     "block_sparse_moe.output_linear": "ffn_down_exps",
 }
+DELTA_NET = {
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.A_log": "ssm_a",
+    "post_attention_layernorm": "post_attention_norm",
+}
+"""Names that differ in layers with a gated delta net, and in the others of such a model."""
 FUSED = "block_sparse_moe.input_linear"
 """Gate and up projections of all experts."""
 WHOLE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
@@ -50,7 +64,7 @@ def tensors(file: Path) -> Any:
             yield name, entry["shape"], words[begin:end]
 
 
-def named(folder: Path, experts: int | None) -> Iterator[tuple[str, Any]]:
+def named(folder: Path, names: Mapping[str, str], experts: int | None) -> Iterator[tuple[str, Any]]:
     """The tensors as llama.cpp has them, by its names, in words of bfloat16: a layer's experts stacked, and gate and up
     projections apart."""
     apart: dict[str, dict[int, Any]] = {}
@@ -64,7 +78,7 @@ def named(folder: Path, experts: int | None) -> Iterator[tuple[str, Any]]:
                 yield WHOLE[parts[0]], words
             elif parts[2].startswith("mlp.experts."):
                 index, part = parts[2].removeprefix("mlp.experts.").split(".")
-                name = f"blk.{parts[1]}.{LAYER[f'mlp.{part}']}_exps"
+                name = f"blk.{parts[1]}.{names[f'mlp.{part}']}_exps"
                 own = apart.setdefault(name, {})
                 own[int(index)] = words
                 if len(own) == experts:
@@ -74,7 +88,7 @@ def named(folder: Path, experts: int | None) -> Iterator[tuple[str, Any]]:
                 for part, half in zip(("ffn_gate_exps", "ffn_up_exps"), np.split(words, 2, axis=1), strict=True):
                     yield f"blk.{parts[1]}.{part}", np.ascontiguousarray(half)
             else:
-                yield f"blk.{parts[1]}.{LAYER[parts[2]]}", words
+                yield f"blk.{parts[1]}.{names[parts[2]]}", words
 
 
 def write_gguf(folder: Path, out: Path) -> None:
@@ -86,8 +100,9 @@ def write_gguf(folder: Path, out: Path) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    rope = {"rope_theta": config.get("rope_theta")} | config.get("rope_parameters", {})
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(config["head_dim"] * rope.get("partial_rotary_factor", 1)))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
@@ -101,11 +116,24 @@ def write_gguf(folder: Path, out: Path) -> None:
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
-    for name, words in named(folder, experts):
-        if words.ndim == 1 or name.endswith("ffn_gate_inp"):  # llama.cpp has these as float32
-            writer.add_tensor(f"{name}.weight", (words.astype(np.uint32) << 16).view(np.float32))
+    names = LAYER
+    if interval := config.get("full_attention_interval"):
+        names = LAYER | DELTA_NET
+        heads = config["linear_num_value_heads"]
+        writer.add_full_attention_interval(interval)
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
+        writer.add_ssm_time_step_rank(heads)
+    for name, words in named(folder, names, experts):
+        whole = name if name.endswith((".bias", "ssm_a")) else f"{name}.weight"
+        if words.ndim == 1 or name.endswith(("ffn_gate_inp", "ssm_conv1d")):  # llama.cpp has these as float32
+            floats = (words.squeeze().astype(np.uint32) << 16).view(np.float32)
+            writer.add_tensor(whole, -np.exp(floats) if name.endswith("ssm_a") else floats)
         else:
-            writer.add_tensor(f"{name}.weight", words.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+            writer.add_tensor(whole, words.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
