@@ -127,6 +127,13 @@ def test_gated_activations(shape: tuple[int, int], activation: GateActivation, d
 
 
 @floats
+def test_a_gate_of_a_row_may_stand_for_all_its_values(dtype: torch.dtype) -> None:
+    gate, up = random(5, 1, dtype=dtype), random(5, 40, dtype=dtype)
+    found = KERNELS.gated(gate.expand(5, 40), up, "sigmoid")
+    assert torch.equal(found, KERNELS.gated(gate.expand(5, 40).contiguous(), up, "sigmoid"))
+
+
+@floats
 def test_gates_of_extremes(dtype: torch.dtype) -> None:
     gate = torch.tensor([[-1e4, -100.0, -0.0, 0.0, 100.0, 1e4]], dtype=dtype)
     found = {name: KERNELS.gated(gate, torch.full_like(gate, 2), name) for name in GATES[-2:]}

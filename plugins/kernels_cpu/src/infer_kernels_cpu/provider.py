@@ -370,10 +370,11 @@ class CpuKernels(ReferenceKernels):
         return out_THE
 
     def gated(self, gate: Tensor, up: Tensor, activation: GateActivation) -> Tensor:
-        T, width = up.shape
+        assert gate.shape == up.shape, (gate.shape, up.shape)
+        (T, width), gate, up = up.shape, contiguous_rows(gate), contiguous_rows(up)
         out = self._empty(T, width, dtype=up.dtype)
         gates, ups = (gate.data_ptr(), gate.stride(0)), (up.data_ptr(), up.stride(0))
-        self.native.infer_gated(KINDS[up.dtype], *gates, *ups, T, width, GATES[activation], out.data_ptr())
+        self.native.infer_gated(one_kind(up, gate), *gates, *ups, T, width, GATES[activation], out.data_ptr())
         return out
 
     def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
