@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
 """Activation functions, by their names in ``config.json``; ``clamped_swiglu`` is gpt-oss's (see ``gated``)."""
 GateActivation = Literal[Activation, "sigmoid", "softplus"]
-"""Those of all gates, not only of MLPs."""
+"""These, and those of gates that are not an MLP's."""
 ExpertActivation = Literal[Activation, "relu2"]
 """Those of experts: ``relu2``, max(x, 0)^2, is that of experts without a gate."""
 

@@ -322,12 +322,15 @@ def rope_store_kv(
     return out_THE
 
 
+def lines(x: Tensor) -> Tensor:
+    """x with neighboring values of a row side by side; its rows may be parts of longer ones."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
 def gated(gate: Tensor, up: Tensor, activation: GateActivation) -> Tensor:
     """``KernelsProtocol.gated``."""
     out = torch.empty(up.shape, dtype=up.dtype, device=up.device)
-    gate, up = (
-        x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (gate.flatten(0, -2), up.flatten(0, -2))
-    )
+    gate, up = lines(gate.flatten(0, -2)), lines(up.flatten(0, -2))
     T, size = up.shape
     block = min(1024, triton.next_power_of_2(size))
     strides = gate.stride(0), up.stride(0)

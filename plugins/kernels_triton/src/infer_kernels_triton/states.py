@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from infer.contracts.states import DeltaRule, StateRows, StateSpace
-from infer_kernels_triton.elementwise import softplus
+from infer_kernels_triton.elementwise import lines, softplus
 
 STATE_COLUMNS = 32
 """Columns of a state per program; the more programs a sequence has, the less time a decode takes."""
@@ -252,7 +252,7 @@ def causal_conv(
 ) -> Tensor:
     """``KernelsProtocol.causal_conv``."""
     (T, C), W = x_TC.shape, weight_CW.shape[1]
-    x_TC = _lines(x_TC)
+    x_TC = lines(x_TC)
     out_TC = torch.empty((T, C), dtype=x_TC.dtype, device=x_TC.device)
     block = min(CHANNELS, triton.next_power_of_2(C))
     conv_kernel[(len(rows.read_B), triton.cdiv(C, block))](
@@ -279,7 +279,7 @@ def gated_delta_rule(
 ) -> Tensor:
     """``KernelsProtocol.gated_delta_rule``."""
     H, K, V = rule.shape
-    qkv_TC, a_TA, b_TH = _lines(qkv_TC), _lines(a_TA), _lines(b_TH)
+    qkv_TC, a_TA, b_TH = lines(qkv_TC), lines(a_TA), lines(b_TH)
     out_THV = torch.empty((len(qkv_TC), H, V), dtype=qkv_TC.dtype, device=qkv_TC.device)
     block = min(STATE_COLUMNS, triton.next_power_of_2(V))
     delta_kernel[(len(rows.read_B), H, triton.cdiv(V, block))](
@@ -312,7 +312,7 @@ def gated_delta_rule(
 def state_space(xbc_TC: Tensor, dt_TH: Tensor, space: StateSpace, state_RHNP: Tensor, rows: StateRows) -> Tensor:
     """``KernelsProtocol.state_space``."""
     H, N, P = space.shape
-    xbc_TC, dt_TH = _lines(xbc_TC), _lines(dt_TH)
+    xbc_TC, dt_TH = lines(xbc_TC), lines(dt_TH)
     out_THP = torch.empty((len(xbc_TC), H, P), dtype=xbc_TC.dtype, device=xbc_TC.device)
     block = min(STATE_COLUMNS, triton.next_power_of_2(P))
     space_kernel[(len(rows.read_B), H, triton.cdiv(P, block))](
@@ -342,7 +342,7 @@ def state_space(xbc_TC: Tensor, dt_TH: Tensor, space: StateSpace, state_RHNP: Te
 
 def gated_rms_norm(x_TD: Tensor, gate_TD: Tensor, weight_W: Tensor, eps: float, group: int, gate_first: bool) -> Tensor:
     """``KernelsProtocol.gated_rms_norm``."""
-    (T, D), x_TD, gate_TD = x_TD.shape, _lines(x_TD), _lines(gate_TD)
+    (T, D), x_TD, gate_TD = x_TD.shape, lines(x_TD), lines(gate_TD)
     out_TD = torch.empty((T, D), dtype=x_TD.dtype, device=x_TD.device)
     block = triton.next_power_of_2(group)
     gated_norm_kernel[(T, D // group)](
@@ -362,8 +362,3 @@ def gated_rms_norm(x_TD: Tensor, gate_TD: Tensor, weight_W: Tensor, eps: float, 
         enable_fp_fusion=True,
     )
     return out_TD
-
-
-def _lines(x: Tensor) -> Tensor:
-    """x with neighboring values of a row side by side; its rows may be parts of longer ones."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

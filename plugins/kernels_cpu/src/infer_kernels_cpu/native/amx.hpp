@@ -106,7 +106,7 @@ inline int64_t amx_calls(int64_t rows, int64_t steps) {
 
 // Adds the products of rows at ``a`` with ``steps`` steps of a panel to ``sums``, whose rows are ``stride`` apart, and
 // which hold nothing yet if they ``begin`` here. If these are the ``last`` steps, each row's sums then go to
-// end(row, sums). Calls fetch(weights), with those that come next, as often as ``amx_calls`` says. A product's sums begin
+// end(row, sums). Calls fetch(weights), with those that it multiplies then, as often as ``amx_calls`` says. A product's sums begin
 // anew every TILE steps and are then added to the row's, so that the chain of a row depends on K only.
 template <class Fetch, class End>
 void amx_products(Tiles& registers, const bf16* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_t steps, bool begin,

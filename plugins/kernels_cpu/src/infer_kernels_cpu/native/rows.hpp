@@ -130,7 +130,7 @@ void rope_store_kv(const T* q, int64_t stride_q, int64_t stride_qh, const T* k, 
     });
 }
 
-// out = activation(left half) * right half of each row.
+// out = activation(gate) * up.
 template <class T>
 void gated_rows(const T* gate, int64_t stride_gate, const T* up, int64_t stride_up, int64_t rows, int64_t width, Gate kind,
                 T* out) {

@@ -295,7 +295,7 @@ inline vf softplus(vf x) {
     return fma(p, s, x < 0 ? vf{} : x);
 }
 
-// SQUARE is that of experts without a gate, and the last two are those of no MLP.
+// SQUARE is that of experts without a gate, and the last two are for gates that are not an MLP's.
 enum class Gate { NONE, SILU, GELU, CLAMPED, SQUARE, SIGMOID, SOFTPLUS };
 
 // activation(gate) * through; gelu in its tanh form.

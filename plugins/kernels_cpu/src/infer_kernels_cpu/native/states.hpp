@@ -8,6 +8,7 @@
 namespace infer {
 
 constexpr int64_t AHEAD = 32;         // tokens whose q, k and factors are prepared at a time
+constexpr int64_t IN_PLACE = 8;       // tokens of a sequence, at most, whose state is not worth a copy
 constexpr int COLUMNS = VECTORS * 2;  // vectors of a state's columns that are walked together, at most
 constexpr int SLICE = 4;              // the same of a copied state, whose slices lie in L1 meanwhile
 
@@ -123,9 +124,9 @@ struct Recurrent {
     // For each head of each sequence, calls prepare(head, first, count) for one block of tokens after the other, and
     // then walk(columns, head, first, count, e, from, to, saved), which leaves some columns of the state in ``to`` and
     // calls saved(i) after the block's token i. Meanwhile need(head, token) prefetches what the next block reads. A
-    // sequence works where it leaves its state, so one in place is not copied, and a chunk's state stays in cache. One of
-    // several blocks works in a copy by slices of columns, each of which lies in one piece: so many rows that are a power
-    // of two apart would meet in few sets of L1.
+    // sequence of at most IN_PLACE tokens, which is one block, is walked where it leaves its state. A longer one is walked
+    // in a copy, whose columns lie slice by slice in one piece: the state's rows are a power of two apart, so a slice of
+    // them would share few sets of the L1 cache.
     template <class P, class F, class W>
     void run(int64_t tokens, P prepare, F need, W walk) const {
         int64_t size = state_rows * width * std::max<int64_t>(1, tokens / std::max<int64_t>(1, rows.sequences));
@@ -133,7 +134,7 @@ struct Recurrent {
         int64_t parts = (heads + each - 1) / each;
         parallel(rows.sequences * parts, [&](int64_t task) {
             int64_t b = task / parts, first_head = task % parts * each, begin = rows.offsets[b], end = rows.offsets[b + 1];
-            bool sliced = end - begin > AHEAD / 4;  // fewer are not worth a copy
+            bool sliced = end - begin > IN_PLACE;
             float* slices = sliced ? scratch<float, struct Slices>(state_rows * (width + LANES)) : nullptr;
             for (int64_t h = first_head; begin < end && h < std::min(heads, first_head + each); h++) {
                 const float* from = state(rows.read[b], h);
@@ -150,7 +151,7 @@ struct Recurrent {
                         Columns<n> columns{state_rows, stride, lanes};
                         float* own = sliced ? slices + e * state_rows : to + e;
                         if (sliced && first == begin) columns.copy(from + e, width, own, stride);
-                        const float* now = sliced || first > begin ? own : from + e;
+                        const float* now = sliced ? own : from + e;
                         walk(columns, h, first, stop - first, e, now, own, [&](int64_t i) {
                             int64_t row = rows.save[first + i];
                             if (row < 0 || (!sliced && first + i + 1 == end)) return;
