@@ -23,7 +23,9 @@ from infer.contracts.model import DraftingModel, ModelContext, Pass
 from infer.contracts.sections import Settings
 from infer.errors import CheckpointError
 from infer.plugins.discovery import Plugins
+from infer.weight import Weight
 from infer_cache_slotted import SlottedPool
+from infer_layers import CoarseHead, Embedding, Head, Weights
 from infer_models.glm4_moe import Glm4MoeConfig, Glm4MoeLayer
 from infer_models.mtp import NextLayerModel
 
@@ -92,6 +94,12 @@ def reference(
     return hidden_TD, linear(hidden_TD, t.get("lm_head.weight", t["model.embed_tokens.weight"]))
 
 
+def coarse(found: Tensor, exact: Tensor) -> None:
+    """Logits of weights that have 4 bits, beside exact ones."""
+    apart = torch.linalg.norm(found - exact) / torch.linalg.norm(exact)
+    assert 1e-3 < apart < 0.15
+
+
 def loaded(folder: Path, *, draft_head: bool = True) -> Any:
     """The checkpoint's model, and its config."""
     assembly = Assembly(Settings.model_validate({"model": {"path": str(folder), "device": "cpu"}}), Plugins.discover())
@@ -110,6 +118,7 @@ def test_a_head_computes_what_it_computes_in_plain_torch(family: Family, tied: b
     """From hidden states, in two chunks with a gap between their positions, and from its own."""
     folder = with_head(tmp_path, family, tied=tied)
     model, config = loaded(folder)
+    logits = model.logits
     assert isinstance(model, DraftingModel)
     head = model.draft_head
     assert head is not None
@@ -130,7 +139,11 @@ def test_a_head_computes_what_it_computes_in_plain_torch(family: Family, tied: b
         found.append(head.forward(Pass(*part)))
     found_TD = torch.cat(found)
     torch.testing.assert_close(found_TD, expected_TD, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(head.logits(found_TD), expected_TV, atol=1e-3, rtol=1e-4)
+    coarse(head.logits(found_TD), expected_TV)
+    weight_VD = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    coded = support.KERNELS.pack(support.KERNELS.quantize(weight_VD, 4))
+    assert torch.equal(head.logits(found_TD), support.KERNELS.linear(found_TD, coded))
+    torch.testing.assert_close(logits(found_TD), expected_TV, atol=1e-3, rtol=1e-4)
 
     own = head.forward(Pass(torch.tensor([5]), torch.tensor([53]), pool.decode_view([0]), None, found_TD[-1:]))
     token_ids_T, positions_T = torch.cat((token_ids_T, torch.tensor([5]))), torch.cat((positions_T, torch.tensor([53])))
@@ -157,6 +170,33 @@ def test_a_heads_experts_may_be_stacked(tmp_path: Path) -> None:
     edit_tensors(folder, stacked)
     assert f"{LAYER}mlp.experts.gate_up_proj" in load_file(folder / "model.safetensors")
     assert torch.equal(hidden(), before)
+
+
+@torch.inference_mode()
+def test_a_coarse_head_is_made_of_what_the_head_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of plain weights, and of those of 8 bits, some rows at a time; those of 4 bits, and odd ones, stand for
+    themselves."""
+    monkeypatch.setattr("infer_layers.linear.DEQUANTIZED", 500)
+    kernels, x_ND = support.KERNELS, torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
+
+    def logits(weight_NK: Weight, tied: bool) -> tuple[Tensor, Tensor]:
+        weights = Weights(ModelContext(kernels, torch.float32, support.CPU, 128))
+        embedding = Embedding(weights, "embed", VOCAB, weight_NK.shape[1])
+        head = Head(weights, embedding, "head", VOCAB, weight_NK.shape[1], tied)
+        made = CoarseHead(weights, head)
+        weights.load([("embed.weight", weight_NK)] + ([] if tied else [("head.weight", weight_NK)]))
+        x = x_ND[:, : weight_NK.shape[1]]
+        return made(x), head(x)
+
+    plain = torch.randn(VOCAB, 48, generator=torch.Generator().manual_seed(2))
+    for tied in (False, True):
+        coarse(*logits(plain, tied))
+        eight = kernels.quantize(plain, 8)
+        found, exact = logits(eight, tied)
+        coarse(found, exact)
+        assert torch.equal(found, logits(eight.dequantize(), tied)[0])
+        assert torch.equal(*logits(kernels.quantize(plain, 4), tied))
+        assert torch.equal(*logits(plain[:, :47].contiguous(), tied))
 
 
 def test_a_head_is_left_out_unless_it_is_asked_for(tmp_path: Path) -> None:
@@ -212,7 +252,7 @@ def test_a_head_behind_the_last_layer_computes_what_transformers_layer_computes(
         found.append(head.forward(Pass(*part)))
     torch.testing.assert_close(torch.cat(found), expected_TD, atol=1e-4, rtol=1e-4)
     logits = linear(expected_TD, tensors["lm_head.weight"])
-    torch.testing.assert_close(head.logits(torch.cat(found)), logits, atol=1e-3, rtol=1e-4)
+    coarse(head.logits(torch.cat(found)), logits)
     assert loaded(tmp_path, draft_head=False)[0].draft_head is None
 
 

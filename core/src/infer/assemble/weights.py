@@ -31,11 +31,10 @@ from infer.contracts.sections import Settings
 from infer.contracts.weights import TensorFilesProtocol, WeightFormatProtocol
 from infer.device import blocks_given_back
 from infer.errors import InferError, PluginError, SettingsError
-from infer.kernels.quantize import unfilled
 from infer.plugins.discovery import Offer, Plugins
 from infer.plugins.inspection import Named
 from infer.progress import track
-from infer.weight import GroupedWeight, Weight, form_of
+from infer.weight import GroupedWeight, Weight, form_of, unfilled
 
 log = logging.getLogger(__name__)
 

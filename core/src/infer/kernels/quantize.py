@@ -6,17 +6,13 @@ Shapes: M groups of k values.
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from infer.weight import LEAST, GroupedWeight, divided
+from infer.weight import LEAST, GroupedWeight, divided, unfilled
 
-GROUP = {4: 32, 8: 64}
-"""How many neighbors share a scale, by the bits of their codes, or the largest part of it that divides a row. With 8
-bits, groups of 32 are hardly more accurate, and a product with them takes a fifth longer."""
 CHUNK = 1 << 17
 """How many values are quantized at a time, so that they stay in a CPU's caches."""
 STEPS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.7)
@@ -43,14 +39,6 @@ def quantize_weight(weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
         codes_NK = codes_kM.to(torch.uint8).t().reshape(part_NK.shape)
         made.codes[n : n + rows] = codes_NK if bits == 8 else codes_NK[:, ::2] | codes_NK[:, 1::2] << 4
     return made
-
-
-def unfilled(weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
-    """What ``quantize_weight`` returns, with arbitrary codes and scales."""
-    (N, K), device = weight_NK.shape, weight_NK.device
-    scales_NG = torch.empty(N, K // math.gcd(K, GROUP[bits]), dtype=torch.bfloat16, device=device)
-    codes = torch.empty(N, K * bits // 8, dtype=torch.uint8, device=device)
-    return GroupedWeight(codes, scales_NG, bits, int8_activations=True, dtype=weight_NK.dtype)
 
 
 def _fit8(x_kM: Tensor) -> tuple[Tensor, Tensor]:

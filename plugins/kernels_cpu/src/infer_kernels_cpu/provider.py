@@ -27,9 +27,8 @@ from infer.contracts.kernels import (
 )
 from infer.contracts.states import DeltaRule, StateRows, StateSpace
 from infer.device import pages
-from infer.kernels.quantize import unfilled
 from infer.kernels.reference import PackedExperts, ReferenceKernels
-from infer.weight import GroupedWeight, Weight
+from infer.weight import GroupedWeight, Weight, unfilled
 from infer_kernels_cpu import native
 from infer_kernels_cpu.arguments import cache_pointers, contiguous_rows, one_kind, row_places, state_places
 from infer_kernels_cpu.memory import Buffers

@@ -9,7 +9,7 @@ from infer_layers.config import HiddenAct, LayerType, PositiveNumber, config_tab
 from infer_layers.decoder import Decoder, DecoderConfig, DecoderLayer, nth
 from infer_layers.experts import Experts
 from infer_layers.latent import LatentAttention, LatentSizes
-from infer_layers.linear import Embedding, Head, Linear, Norm, RMSNorm
+from infer_layers.linear import CoarseHead, Embedding, Head, Linear, Norm, RMSNorm
 from infer_layers.mamba import Mamba2, MambaSizes, ShortConv
 from infer_layers.recurrent import DeltaSizes, GatedDeltaNet, KimiDelta
 from infer_layers.rotary import ROPE_KINDS, LongRope, RopeParameters, RotaryEmbedding, TemperedYarnRope
@@ -18,6 +18,7 @@ from infer_layers.table import Weights
 __all__ = [
     "ROPE_KINDS",
     "Attention",
+    "CoarseHead",
     "Decoder",
     "DecoderConfig",
     "DecoderLayer",

@@ -256,7 +256,10 @@ class Decoder:
         return [made[rotary] for rotary in self.rotary]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        logits_NV = self.head(hidden_ND[:, : self.hidden_size].contiguous() if self.read else hidden_ND)
+        return self.scaled(self.head(hidden_ND[:, : self.hidden_size].contiguous() if self.read else hidden_ND))
+
+    def scaled(self, logits_NV: Tensor) -> Tensor:
+        """What the model makes of the head's logits."""
         if self.divisor is not None:
             logits_NV = logits_NV / self.divisor
         return logits_NV if self.soft_cap is None else self.soft_cap * torch.tanh(logits_NV / self.soft_cap)

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from infer.contracts.kernels import Activation
 from infer.device import zeros
-from infer.weight import GroupedWeight, Weight
+from infer.weight import GroupedWeight, Weight, unfilled
 from infer_layers.adapters import AdaptedLinear
 from infer_layers.table import Weights
+
+DEQUANTIZED = 1 << 24
+"""How many values of a weight are dequantized at a time to be quantized anew."""
 
 
 class Linear:
@@ -189,6 +192,8 @@ class Head:
 
     def __init__(self, weights: Weights, embedding: Embedding, name: str, num: int, size: int, tied: bool) -> None:
         self.name, self.tied = f"{name}.weight", tied
+        self.source = embedding.name if tied else self.name
+        """The tensor that it multiplies by."""
         self._kernels = weights.context.kernels
         self._packed: Any = None
         if tied:
@@ -201,4 +206,35 @@ class Head:
 
     def __call__(self, hidden_ND: Tensor) -> Tensor:
         """[N, V]."""
+        return self._kernels.linear(hidden_ND, self._packed)
+
+
+class CoarseHead:
+    """A copy of a ``Head`` in 4 bits, for drafts: a draft reads the whole head for one token, and an error costs the
+    draft, but changes no answer. Where the head has 4 bits itself, or an odd size, it stands for its copy."""
+
+    def __init__(self, weights: Weights, head: Head) -> None:
+        self._kernels, self._head = weights.context.kernels, head
+        self._packed: Any = None
+        weights.copy(head.source, self._take)
+
+    def _take(self, weight_NK: Weight) -> None:
+        if weight_NK.shape[1] % 2 == 0 and (isinstance(weight_NK, Tensor) or weight_NK.bits > 4):
+            self._packed = self._kernels.pack(self._coarse(weight_NK))
+
+    def _coarse(self, weight_NK: Weight) -> GroupedWeight:
+        values = weight_NK if isinstance(weight_NK, Tensor) else weight_NK.codes
+        if values.is_meta:
+            return unfilled(torch.empty(weight_NK.shape, dtype=weight_NK.dtype, device="meta"), 4)
+        if isinstance(weight_NK, Tensor):
+            return self._kernels.quantize(weight_NK, 4)
+        N, K = weight_NK.shape
+        rows = max(1, DEQUANTIZED // K)
+        orders = (torch.arange(n, min(N, n + rows), device=values.device) for n in range(0, N, rows))
+        return GroupedWeight.stack([self._kernels.quantize(weight_NK.rows(some).dequantize(), 4) for some in orders])
+
+    def __call__(self, hidden_ND: Tensor) -> Tensor:
+        """[N, V]."""
+        if self._packed is None:
+            return self._head(hidden_ND)
         return self._kernels.linear(hidden_ND, self._packed)

@@ -38,6 +38,7 @@ class Weights:
         self.spared: set[str] = set()
         """Names of tensors that ``model.quantization`` leaves as they are."""
         self._packed: set[str] = set()
+        self._copied: dict[str, Callable[[Weight], object]] = {}
         self._expected: dict[str, _Expected] = {}
         self._stacks: dict[str, _Stack] = {}
         self._finish: list[Callable[[], None]] = []
@@ -59,6 +60,12 @@ class Weights:
         self._expected[name] = _Expected(shape, take, dtype or self.context.dtype)
         if packed:
             self._packed.add(name)
+
+    def copy(self, name: str, take: Callable[[Weight], object]) -> None:
+        """Have ``take`` called with the expected tensor ``name``, too, after the layer that declared it, under the same
+        conditions."""
+        assert name in self._expected, name
+        self._copied[name] = take
 
     def expect_stack(
         self, name: str, shape: tuple[int, ...], cut: Callable[[Tensor], Iterable[tuple[str, Tensor]]]
@@ -124,6 +131,8 @@ class Weights:
                     f"The tensor {name!r} holds values that are not finite as {str(dtype).removeprefix('torch.')}."
                 )
             expected.take(tensor)
+            if name in self._copied:
+                self._copied[name](tensor)
         if missing:
             names = sorted(missing)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -13,7 +13,7 @@ from infer.contracts.attention import AttentionSpec
 from infer.contracts.model import ModelContext, Pass
 from infer.errors import CheckpointError
 from infer.weight import Weight
-from infer_layers import Decoder, DecoderConfig, DecoderLayer, Linear, RopeParameters, Weights
+from infer_layers import CoarseHead, Decoder, DecoderConfig, DecoderLayer, Linear, RopeParameters, Weights
 from infer_models.glm4_moe import Glm4MoeConfig
 from infer_models.multimodal import LanguageModel
 from infer_models.qwen3_5 import Qwen3_5Config
@@ -85,9 +85,9 @@ class NextLayerModel(Decoder):
 
 class MTPHead:
     """A DraftHead: the embedding of the next token and the hidden state, each normalized, become one vector, which goes
-    through a layer and a norm. Embedding and output head are the model's. ``own`` is the config of a model of the
-    head's layer alone, and ``count``, which config.json calls ``field``, how many layers it has. Raises CheckpointError
-    if there are several."""
+    through a layer and a norm. The embedding is the model's, and the output head a coarse copy of the model's. ``own``
+    is the config of a model of the head's layer alone, and ``count``, which config.json calls ``field``, how many
+    layers it has. Raises CheckpointError if there are several."""
 
     def __init__(
         self, model: Decoder, layer: MakeLayer, own: DecoderConfig, names: HeadNames, field: str, count: int | None
@@ -101,7 +101,7 @@ class MTPHead:
         before, size = w.shapes(), own.hidden_size
         self.attention: Sequence[AttentionSpec] = model.attention[:1]
         self.hidden_size = size
-        self.logits = model.logits
+        self._head, self._scaled = CoarseHead(w, model.head), model.scaled
         self._embedding, self._rotary = model.embedding, rotary
         self._embedding_norm = own.norm(w, names.embedding_norm)
         self._hidden_norm = own.norm(w, names.hidden_norm)
@@ -115,6 +115,9 @@ class MTPHead:
         parts = self._embedding_norm(self._embedding(batch.token_ids_T)), self._hidden_norm(batch.hidden_TD)
         x_TD, rotary = self._fc(torch.cat(parts, dim=-1)), self._rotary(batch.positions_T)
         return self._norm.add(*self._layer(x_TD, None, rotary, batch.cache, batch.rows_N))[0]
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        return self._scaled(self._head(hidden_ND))
 
     def expected(self) -> Mapping[str, tuple[int, ...]]:
         return self._expected
