@@ -1,9 +1,11 @@
-"""python -m benchmarks.speculation MODEL [--case right-0.8 ...] [--batch N ...] [--json FILE]
+"""python -m benchmarks.speculation MODEL [--case right-0.8 ...] [--batch N ...] [--head] [--json FILE]
 
 How much faster answers come with draft tokens than without: an engine takes turns with and without, and the answers are
 compared. In case right-X, a proposer knows the answers, and each of its tokens is right with probability X. In case
 edit, drafts are right where n-gram lookup is right that edits a text of the prompt; in case repeat, where suffix lookup
-is that has seen an answer of which this one is an edit. So the weights may be made up. See benchmarks/README.md.
+is that has seen an answer of which this one is an edit. So the weights may be made up. With --head, drafts take the
+time of the model's own head for multi-token prediction: it drafts, too, and the case's tokens replace those that it
+finds. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.steps import Steps
+from pydantic import BaseModel
+from torch import Tensor
 
 from infer import LLM, SamplingParams, hookimpl
-from infer.contracts.proposer import DraftRequest
+from infer.contracts.proposer import Computed, DraftRequest, ProposerContext, ProposerRegistration
 from infer.contracts.registration import Registration
 from infer.contracts.request import Request
 from infer_bench.bench import machine
+from infer_speculation.heads import HeadProposer
 from infer_speculation.ngram import NgramProposer, NgramSettings
 from infer_speculation.suffix import SuffixProposer, SuffixSettings
 
@@ -70,6 +75,25 @@ class Scripted:
             lookup.end(request_id)
 
 
+class Headed:
+    """A ReadingProposer: a head drafts, and for as many tokens as it finds, the script's stand."""
+
+    def __init__(self, scripted: Scripted, head: HeadProposer) -> None:
+        self.scripted, self.head = scripted, head
+
+    def read(self, computed: Sequence[Computed], hidden_TD: Tensor) -> None:
+        self.head.read(computed, hidden_TD)
+
+    def propose(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
+        found = self.head.propose(draft_requests)
+        scripted = self.scripted.propose(draft_requests)
+        return [tokens[: len(drafts)] for tokens, drafts in zip(scripted, found, strict=True)]
+
+    def end(self, request_id: str) -> None:
+        self.head.end(request_id)
+        self.scripted.end(request_id)
+
+
 def replace_tokens(draft_request: DraftRequest, tokens: list[int]) -> DraftRequest:
     return DraftRequest(replace(draft_request.request, prompt_token_ids=()), tokens, draft_request.most)
 
@@ -83,7 +107,13 @@ class Plugin(Steps):
 
     @hookimpl
     def infer_proposers(self) -> list[Registration[Any]]:
-        return [Registration("scripted", lambda context, settings: self.proposer, "knows the answers")]
+        def headed(context: ProposerContext, settings: BaseModel) -> Headed:
+            return Headed(self.proposer, HeadProposer(context, settings))
+
+        return [
+            Registration("scripted", lambda context, settings: self.proposer, "knows the answers"),
+            ProposerRegistration("headed", headed, "knows them, and takes the time of a head", draft_head=True),
+        ]
 
 
 def edited(draw: random.Random, text: list[int], vocab_size: int) -> list[int]:
@@ -151,6 +181,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("model", help="a checkpoint; the weights do not matter")
     parser.add_argument("--case", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--head", action="store_true", help="drafts take the time of the model's own head")
+    parser.add_argument("--dummy", action="store_true", help="make the weights up (model.load_format)")
+    parser.add_argument("--quantization", default="none", help="as model.quantization")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--new", type=int, default=NEW, help="tokens of an answer")
     parser.add_argument("--json", type=Path)
@@ -159,8 +192,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     llm = LLM(
         args.model,
         plugins=[plugin],
+        model={"load_format": "dummy" if args.dummy else "auto", "quantization": args.quantization},
         cache={"paged": {"prefix_caching": False}},
-        engine={"max_batch_size": max(args.batch), "max_seq_len": 1024, "speculation": "scripted"},
+        engine={
+            "max_batch_size": max(args.batch),
+            "max_seq_len": 1024,
+            "speculation": "headed" if args.head else "scripted",
+        },
     )
     print(f"{'case':12}{'batch':>6}{'ms/token':>10}{'drafting':>10}{'speedup':>9}{'proposed':>10}{'accepted':>10}")
     for batch in args.batch:
