@@ -440,8 +440,8 @@ struct Attention {
                     load_tile<ROWS_AT>(from[J] + e, stride[J] * int64_t(sizeof(T)));
                     load_tile<COLUMNS_AT>(asked + e / STEP<T> * TILE, TILE_BYTES);
                     multiply_tiles<J, ROWS_AT, COLUMNS_AT>();
+                    ahead.fetch(TILE * int64_t(sizeof(S)) / int64_t(sizeof(T)));  // as much as these keys took
                 }
-                ahead.fetch(TILE * ahead.lines());
             });
             over_sums<1>([&]<int, int J>() { store_tile<J>(found[J], TILE_BYTES); });
             for (int j = 0; j < VECTORS && n + j * TILE < places.count; j++) {
