@@ -100,6 +100,18 @@ def test_memory_of_a_pass_is_used_again_within_it_only(kernels: CpuKernels) -> N
 
 
 @torch.inference_mode()
+def test_gates_and_values_of_longer_rows_are_read_anew_by_a_replay(kernels: CpuKernels) -> None:
+    x = random(3, 90)
+
+    def run() -> Tensor:
+        one_gate = kernels.gated(x[:, :1].expand(3, 40), x[:, 50:], "sigmoid")
+        return kernels.gated(x[:, 5:45], one_gate, "softplus")
+
+    found, expected = replayed(kernels, run, lambda: x.copy_(random(3, 90, seed=5)))
+    assert torch.equal(found, expected)
+
+
+@torch.inference_mode()
 def test_keys_and_values_are_quantized_anew_by_a_replay(kernels: CpuKernels) -> None:
     """Also by the kernel that does not rotate them, which is torch's."""
     scene = Scene(spec(), [(20, 1), (3, 1)], 16, kernels=kernels, kv_dtype="int8")

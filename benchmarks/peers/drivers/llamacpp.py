@@ -48,7 +48,8 @@ DELTA_NET = {
     "linear_attn.A_log": "ssm_a",
     "post_attention_layernorm": "post_attention_norm",
 }
-"""Names that differ in layers with a gated delta net, and in the others of such a model."""
+"""Names that differ in models with gated delta nets. Norms and the order of V's heads are left as they are, which is
+right for times only: a real file has 1 added to the norms, and V's heads in another order."""
 FUSED = "block_sparse_moe.input_linear"
 """Gate and up projections of all experts."""
 WHOLE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
@@ -100,7 +101,7 @@ def write_gguf(folder: Path, out: Path) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    rope = {"rope_theta": config.get("rope_theta")} | config.get("rope_parameters", {})
+    rope = {"rope_theta": config.get("rope_theta")} | (config.get("rope_parameters") or {})
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(config["head_dim"] * rope.get("partial_rotary_factor", 1)))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -130,7 +131,8 @@ def write_gguf(folder: Path, out: Path) -> None:
     for name, words in named(folder, names, experts):
         whole = name if name.endswith((".bias", "ssm_a")) else f"{name}.weight"
         if words.ndim == 1 or name.endswith(("ffn_gate_inp", "ssm_conv1d")):  # llama.cpp has these as float32
-            floats = (words.squeeze().astype(np.uint32) << 16).view(np.float32)
+            taps = words.squeeze(1) if words.ndim == 3 else words
+            floats = (taps.astype(np.uint32) << 16).view(np.float32)
             writer.add_tensor(whole, -np.exp(floats) if name.endswith("ssm_a") else floats)
         else:
             writer.add_tensor(whole, words.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)

@@ -196,7 +196,9 @@ class KernelsProtocol(Protocol):
         """``rope``, then ``store_kv`` of the rotated K; returns the rotated q."""
 
     def gated(self, gate: Tensor, up: Tensor, activation: GateActivation) -> Tensor:
-        """activation(gate) * up, of tensors of one shape; either may be a part of the last dimension of another one.
+        """activation(gate) * up, of tensors of one shape, whose last dimension is contiguous or, in ``gate``, one value
+        expanded. Either may be a part of the last dimension of another tensor. The activation is rounded to the
+        tensors' type before it multiplies.
 
         With ``clamped_swiglu``, it is gate * sigmoid(1.702 gate) * (up + 1), in which the gate is clamped to at most 7,
         and ``up`` to -7 .. 7."""

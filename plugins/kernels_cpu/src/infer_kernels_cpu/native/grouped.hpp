@@ -374,8 +374,8 @@ inline vf fused(vf a, vf b, vf c) {
 #endif
 }
 
-// The sums of M rows from ``row`` on with the panel at ``at``; each row's go to end(row, sums). Unless DISTANCE is 0, what
-// is so many words behind the codes that are read is fetched.
+// The sums of M rows from ``row`` on with the panel at ``at``; each row's go to end(row, sums). Unless DISTANCE is 0, codes
+// are fetched so many words before they are read.
 template <class A, Form FORM, int M, int64_t DISTANCE, class End>
 inline void grouped_tile(const Grouped& w, const Decoder<A, FORM>& decoder, const Activations<A>& x, int64_t row,
                          const uint8_t* at, Fetch fetch, End end) {
