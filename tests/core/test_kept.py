@@ -23,7 +23,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from tests.formats.writers import awq, linear, quantize
-from tests.models.checkpoints import Family, edit_tensors, write_checkpoint, write_eagle
+from tests.models.checkpoints import Family, edit_tensors, with_head, write_checkpoint, write_eagle
 from torch import Tensor
 
 from infer import LLM
@@ -31,7 +31,7 @@ from infer.assemble import identity, kept
 from infer.assemble.assembly import Assembly
 from infer.commands.doctor import Doctor
 from infer.contracts.cache import CachePoolProtocol
-from infer.contracts.model import ModelProtocol, Pass
+from infer.contracts.model import DraftingModel, ModelProtocol, Pass
 from infer.contracts.params import SamplingParams
 from infer.engine.exactness import checking, in_one_go
 from infer.plugins.discovery import Plugins
@@ -541,6 +541,26 @@ def test_a_cache_leaves_room_for_what_is_mapped(base: Path, tmp_path: Path, monk
     (file,) = files(tmp_path / "kept")
     assert sizes[0] == sizes[1]
     assert abs(sizes[0] - sizes[2] - file.stat().st_size) <= page < sizes[0] - sizes[2]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_a_coarse_head_is_mapped(quantization: str | None, tmp_path: Path, packings: list[int]) -> None:
+    """That of a draft head, which is made of a weight that is packed itself."""
+    path, found = with_head(tmp_path / "model", "qwen3_5"), list[Tensor]()
+    for cache in (None, tmp_path / "kept", tmp_path / "kept"):
+        packings[0] = 0
+        made = assembled(path, cache, model={"quantization": quantization}, engine={"speculation": "mtp"})
+        model = made.model
+        assert isinstance(model, DraftingModel)
+        assert model.draft_head is not None
+        hidden_ND = torch.randn(3, model.draft_head.hidden_size, generator=torch.Generator().manual_seed(1))
+        found.append(model.draft_head.logits(hidden_ND))
+        if made.kept_weights is not None:
+            assert made.kept_weights.written.wait(WAIT_S)
+    assert packings == [0]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_a_cache_leaves_room_for_a_head_that_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
