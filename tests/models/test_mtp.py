@@ -16,15 +16,18 @@ from torch import Tensor
 from torch.nn.functional import linear, silu, softmax
 
 from infer.assemble.assembly import Assembly
+from infer.assemble.sizes import Meter
 from infer.checkpoint.quantize import Quantizer
 from infer.contracts.adapters import LowRank
 from infer.contracts.cache import CacheContext
 from infer.contracts.model import DraftingModel, ModelContext, Pass
 from infer.contracts.sections import Settings
-from infer.errors import CheckpointError
+from infer.errors import CheckpointError, SettingsError
+from infer.kernels.reference import ReferenceKernels
 from infer.plugins.discovery import Plugins
-from infer.weight import Weight
+from infer.weight import GroupedWeight, Weight
 from infer_cache_slotted import SlottedPool
+from infer_kernels_cpu.provider import CpuKernels
 from infer_layers import CoarseHead, Embedding, Head, Weights
 from infer_models.glm4_moe import Glm4MoeConfig, Glm4MoeLayer
 from infer_models.mtp import NextLayerModel
@@ -174,8 +177,8 @@ def test_a_heads_experts_may_be_stacked(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_a_coarse_head_is_made_of_what_the_head_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of plain weights, and of those of 8 bits, some rows at a time; those of 4 bits, and odd ones, stand for
-    themselves."""
+    """Of plain weights, and of those of 8 bits, some rows at a time; those of 4 bits, and of no whole groups,
+    stand for themselves."""
     monkeypatch.setattr("infer_layers.linear.DEQUANTIZED", 500)
     kernels, x_ND = support.KERNELS, torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
 
@@ -196,7 +199,40 @@ def test_a_coarse_head_is_made_of_what_the_head_has(monkeypatch: pytest.MonkeyPa
         coarse(found, exact)
         assert torch.equal(found, logits(eight.dequantize(), tied)[0])
         assert torch.equal(*logits(kernels.quantize(plain, 4), tied))
-        assert torch.equal(*logits(plain[:, :47].contiguous(), tied))
+        for narrow in (40, 47):
+            assert torch.equal(*logits(plain[:, :narrow].contiguous(), tied))
+
+
+def test_a_coarse_head_without_values_counts_what_it_takes() -> None:
+    """As `infer doctor` sees it."""
+    kernels, device = CpuKernels(), torch.device("meta")
+
+    def peak(copied: bool) -> int:
+        with Meter() as meter:
+            weights = Weights(ModelContext(kernels, torch.float32, device, 128))
+            head = Head(weights, Embedding(weights, "embed", VOCAB, 64), "head", VOCAB, 64, tied=True)
+            made = CoarseHead(weights, head) if copied else None
+            weights.load([("embed.weight", torch.empty(VOCAB, 64, device=device))])
+            del made
+        return int(meter.peak)
+
+    assert 0 < peak(True) - peak(False) < VOCAB * 64 * 4 / 2
+
+
+def test_kernels_without_grouped_weights_draft_by_the_head_itself() -> None:
+    class Plain(ReferenceKernels):
+        def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
+            if isinstance(weight_NK, GroupedWeight):
+                raise SettingsError("these kernels have no codes.")
+            return super().pack(weight_NK, bias_N)
+
+    weights = Weights(ModelContext(Plain(), torch.float32, support.CPU, 128))
+    head = Head(weights, Embedding(weights, "embed", VOCAB, 48), "head", VOCAB, 48, tied=True)
+    made = CoarseHead(weights, head)
+    generator = torch.Generator().manual_seed(1)
+    weights.load([("embed.weight", torch.randn(VOCAB, 48, generator=generator))])
+    x_ND = torch.randn(5, 48, generator=generator)
+    assert torch.equal(made(x_ND), head(x_ND))
 
 
 def test_a_head_is_left_out_unless_it_is_asked_for(tmp_path: Path) -> None:

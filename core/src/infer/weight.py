@@ -181,9 +181,10 @@ class GroupedWeight:
         return f"{self.bits}-bit weights in groups of {self.group_size}"
 
 
-def unfilled(weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
-    """What quantizing a plain weight yields (``infer/kernels/quantize.py``), with arbitrary codes and scales."""
-    (N, K), device = weight_NK.shape, weight_NK.device
+def unfilled(weight_NK: Weight, bits: Literal[4, 8]) -> GroupedWeight:
+    """What quantizing a weight yields (``infer/kernels/quantize.py``), with arbitrary codes and scales."""
+    N, K = weight_NK.shape
+    device = (weight_NK if isinstance(weight_NK, Tensor) else weight_NK.codes).device
     scales_NG = torch.empty(N, K // math.gcd(K, GROUP[bits]), dtype=torch.bfloat16, device=device)
     codes = torch.empty(N, K * bits // 8, dtype=torch.uint8, device=device)
     return GroupedWeight(codes, scales_NG, bits, int8_activations=True, dtype=weight_NK.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -11,12 +12,17 @@ from torch import Tensor
 
 from infer.contracts.kernels import Activation
 from infer.device import zeros
+from infer.errors import SettingsError
 from infer.weight import GroupedWeight, Weight, unfilled
 from infer_layers.adapters import AdaptedLinear
 from infer_layers.table import Weights
 
-DEQUANTIZED = 1 << 24
+log = logging.getLogger(__name__)
+
+DEQUANTIZED = 1 << 20
 """How many values of a weight are dequantized at a time to be quantized anew."""
+LEAST_GROUP = 16
+"""The fewest neighbors that share a scale in a coarse head: with fewer, it would hardly be smaller."""
 
 
 class Linear:
@@ -211,7 +217,8 @@ class Head:
 
 class CoarseHead:
     """A copy of a ``Head`` in 4 bits, for drafts: a draft reads the whole head for one token, and an error costs the
-    draft, but changes no answer. Where the head has 4 bits itself, or an odd size, it stands for its copy."""
+    draft, but changes no answer. A head that has 4 bits, whose rows make no whole groups of ``LEAST_GROUP``, or whose
+    kernels do not multiply by such weights, is used itself."""
 
     def __init__(self, weights: Weights, head: Head) -> None:
         self._kernels, self._head = weights.context.kernels, head
@@ -219,19 +226,24 @@ class CoarseHead:
         weights.copy(head.source, self._take)
 
     def _take(self, weight_NK: Weight) -> None:
-        if weight_NK.shape[1] % 2 == 0 and (isinstance(weight_NK, Tensor) or weight_NK.bits > 4):
+        fine = isinstance(weight_NK, Tensor) or weight_NK.bits > 4
+        if not fine or weight_NK.shape[1] % LEAST_GROUP:
+            return
+        try:
             self._packed = self._kernels.pack(self._coarse(weight_NK))
+        except SettingsError as error:
+            log.info("drafts read the output head itself: %s", error)
 
     def _coarse(self, weight_NK: Weight) -> GroupedWeight:
-        values = weight_NK if isinstance(weight_NK, Tensor) else weight_NK.codes
-        if values.is_meta:
-            return unfilled(torch.empty(weight_NK.shape, dtype=weight_NK.dtype, device="meta"), 4)
         if isinstance(weight_NK, Tensor):
-            return self._kernels.quantize(weight_NK, 4)
-        N, K = weight_NK.shape
+            return unfilled(weight_NK, 4) if weight_NK.is_meta else self._kernels.quantize(weight_NK, 4)
+        made, (N, K) = unfilled(weight_NK, 4), weight_NK.shape
         rows = max(1, DEQUANTIZED // K)
-        orders = (torch.arange(n, min(N, n + rows), device=values.device) for n in range(0, N, rows))
-        return GroupedWeight.stack([self._kernels.quantize(weight_NK.rows(some).dequantize(), 4) for some in orders])
+        for n in range(0, 0 if made.codes.is_meta else N, rows):
+            some = torch.arange(n, min(N, n + rows), device=made.codes.device)
+            part = self._kernels.quantize(weight_NK.rows(some).dequantize(), 4)
+            made.codes[n : n + rows], made.scales_NG[n : n + rows] = part.codes, part.scales_NG
+        return made
 
     def __call__(self, hidden_ND: Tensor) -> Tensor:
         """[N, V]."""

@@ -65,6 +65,7 @@ class Weights:
         """Have ``take`` called with the expected tensor ``name``, too, after the layer that declared it, under the same
         conditions."""
         assert name in self._expected, name
+        assert name not in self._copied, name
         self._copied[name] = take
 
     def expect_stack(

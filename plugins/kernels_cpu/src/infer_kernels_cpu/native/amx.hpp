@@ -106,8 +106,9 @@ inline int64_t amx_calls(int64_t rows, int64_t steps) {
 
 // Adds the products of rows at ``a`` with ``steps`` steps of a panel to ``sums``, whose rows are ``stride`` apart, and
 // which hold nothing yet if they ``begin`` here. If these are the ``last`` steps, each row's sums then go to
-// end(row, sums). Calls fetch(weights), with those that it multiplies then, as often as ``amx_calls`` says. A product's sums begin
-// anew every TILE steps and are then added to the row's, so that the chain of a row depends on K only.
+// end(row, sums). Calls fetch(weights) with the weights that it multiplies next, as often as ``amx_calls`` says. A
+// product's sums begin anew every TILE steps and are then added to the row's, so that the chain of a row depends on K
+// only.
 template <class Fetch, class End>
 void amx_products(Tiles& registers, const bf16* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_t steps, bool begin,
                   bool last, float* sums, int64_t stride, Fetch&& fetch, End end) {

@@ -240,8 +240,8 @@ constexpr int64_t FEW_STEPS = 64;    // the same for few rows, which leave less 
 constexpr int64_t MANY_ROWS = 4 * ROW_BLOCK;  // more are not converted, or given to one task, at once
 // Up to STREAMED_ROWS, a block fetches nothing of the next one: the hardware prefetches what follows sooner. Where
 // weights are not fetched into L2 (Intel's, ARM's), such rows fetch what is NEAR words ahead, with which Intel's read
-// faster; that was not tried on AMD's and ARM's.
-constexpr int64_t MOST_STREAMED = 4;  // the larger STREAMED_ROWS, which compilers need
+// faster; only those were measured.
+constexpr int64_t MOST_STREAMED = 4;  // the largest STREAMED_ROWS, as a constant for templates
 inline const int64_t STREAMED_ROWS = INTO_L2 ? MOST_STREAMED : 3;
 inline const bool NEARBY = !INTO_L2;
 constexpr int64_t NEAR = 512;
@@ -320,7 +320,7 @@ auto panel_product(const Factor<T>* x, int64_t stride_x, int64_t rows, const uin
     int64_t steps = steps_of<T>(K), columns = halved ? PANEL / 2 : PANEL;
     int64_t stride_out = halved ? N / 2 : N;
     int64_t block = AMX<T> ? AMX_STEPS : rows > ROWS && rows <= 8 * ROWS ? FEW_STEPS : STEPS;
-    if (AMX<T> && rows <= TILE) block = steps;  // their sums stay in registers, but for steps that fill no tile
+    if (AMX<T> && rows <= TILE) block = steps;  // their sums stay in registers, except for last steps that fill no tile
     return [=](int64_t p, int64_t first, int64_t count, int64_t following) {
         float* c = scratch<float, struct Sums>(ROW_BLOCK * PANEL);
         const Factor<T>* from = x + first * stride_x;

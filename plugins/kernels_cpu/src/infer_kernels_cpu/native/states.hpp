@@ -9,6 +9,7 @@ namespace infer {
 
 constexpr int64_t AHEAD = 32;         // tokens whose q, k and factors are prepared at a time
 constexpr int64_t IN_PLACE = 8;       // tokens of a sequence, at most, whose state is not worth a copy
+static_assert(IN_PLACE <= AHEAD);     // these are one block
 constexpr int COLUMNS = VECTORS * 2;  // vectors of a state's columns that are walked together, at most
 constexpr int SLICE = 4;              // the same of a copied state, whose slices lie in L1 meanwhile
 
@@ -125,7 +126,7 @@ struct Recurrent {
     // then walk(columns, head, first, count, e, from, to, saved), which leaves some columns of the state in ``to`` and
     // calls saved(i) after the block's token i. Meanwhile need(head, token) prefetches what the next block reads. A
     // sequence of at most IN_PLACE tokens, which is one block, is walked where it leaves its state. A longer one is walked
-    // in a copy, whose columns lie slice by slice in one piece: the state's rows are a power of two apart, so a slice of
+    // in a copy, whose columns lie slice by slice in one piece: the state's rows are often a power of two apart, so a slice of
     // them would share few sets of the L1 cache.
     template <class P, class F, class W>
     void run(int64_t tokens, P prepare, F need, W walk) const {
