@@ -269,7 +269,7 @@ def test_a_long_sequence_fills_its_cache_to_the_last_position(long: str) -> None
 
 
 def test_the_cache_leaves_room_for_that_of_the_draft_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For as many positions as it has itself; and how long a sequence may be follows from that."""
+    """For as many positions as it has itself, beside its weights; and how long a sequence may be follows from that."""
     folder, free = with_head(tmp_path, "qwen3_next", max_position_embeddings=20_000), 2 << 20
     plugins = Plugins.discover()
     monkeypatch.setattr("infer.device.free_memory", lambda device: free)
@@ -292,5 +292,5 @@ def test_the_cache_leaves_room_for_that_of_the_draft_head(tmp_path: Path, monkey
     (long, many, plain), (short, few, whole) = positions("ngram"), positions("mtp")
     assert 0.9 * free < plain < 1.01 * free
     assert 0.7 * free < whole < 1.01 * free
-    assert 0.3 * many < few < 0.6 * many
-    assert 0.3 * long < short < 0.6 * long
+    assert 0.25 * many < few < 0.6 * many
+    assert 0.25 * long < short < 0.6 * long
